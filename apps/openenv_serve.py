@@ -187,6 +187,7 @@ class Session:
         self._done = step.done
         self._rewarded |= step.reward is not None
         reward = step.reward
+        # Reasoning-gym tasks bring their verifier, which scores if the world never gave a reward.
         if step.done and not self._rewarded and self._task is not None and self._task.verifier == REASONING_GYM:
             answer = text if step.output is None else step.output
             reward = (await self._world.config.verifier(self._task, answer)).total
@@ -285,6 +286,7 @@ def _has_key(headers: Headers, key: str) -> bool:
             return False
     elif kind.lower() != "bearer":
         credential = headers.get("x-api-key", "")
+    # Compares in constant time, so that response times reveal nothing of the key.
     return hmac.compare_digest(credential.strip().encode(errors="replace"), key.encode())
 
 

@@ -157,7 +157,7 @@ class _Nothing(_Body):
 
 @dataclass(eq=False)
 class _Leased:
-    """An open session; it ends when nobody has used it for long."""
+    """An open session, which ends when nobody has used or renewed it for --lease-s."""
 
     session: PoolSession
     until_s: float
@@ -166,7 +166,7 @@ class _Leased:
 
 @dataclass(eq=False)
 class _Caller:
-    """What belongs to one key."""
+    """State of one key: its allowance of requests, and its sessions."""
 
     allowance: float
     """Requests that may come at once; refills with time."""
@@ -176,7 +176,7 @@ class _Caller:
 
 
 class SandboxServer:
-    """An HTTP server before a pool of sandboxes: `async with SandboxServer(config, keys) as server:`.
+    """HTTP server in front of a pool of sandboxes: `async with SandboxServer(config, keys) as server:`.
 
     Args:
         config: address, access and limits.
@@ -236,6 +236,7 @@ class SandboxServer:
                 refused=lambda path, caller, error: self._requests.labels("refused", str(error.status)).inc(),
             )
             self._http = HttpServer(app, self.config.http)
+        # The pool already runs: without this, a port in use would leave its processes behind.
         except BaseException:
             await self._stack.aclose()
             raise
@@ -243,7 +244,7 @@ class SandboxServer:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """End all sessions, answer what waits for them, and stop listening."""
+        """End all sessions, answer the requests that wait for them, and stop listening."""
         assert self._http is not None
         self._closing = True
         self._sweeping.cancel()
@@ -300,7 +301,7 @@ class SandboxServer:
         )
 
     def _caller(self, headers: Headers) -> _Caller:
-        """Return the caller whose key a request carries, and take the request from his allowance.
+        """Return the caller whose key a request carries, and deduct the request from the caller's allowance.
 
         Raises:
             ApiError: the key is missing or wrong, or its requests come too fast.
@@ -312,6 +313,7 @@ class SandboxServer:
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
         now_s, rate = time.monotonic(), self.config.requests_per_s
+        # A token bucket: it fills at the allowed rate, and holds ten seconds' worth.
         caller.allowance = min(max(10 * rate, 1), caller.allowance + rate * (now_s - caller.filled_s))
         caller.filled_s = now_s
         if caller.allowance < 1:
@@ -360,6 +362,7 @@ class SandboxServer:
             raise ApiError(
                 429, f"the key has {max_sessions} open sessions (sessions-per-key)", code="too_many_sessions"
             )
+        # Counted while it opens, or many requests at once could pass the limit together.
         caller.opening += 1
         try:
             yield
@@ -425,6 +428,7 @@ class SandboxServer:
         lease = caller.sessions.pop(name, None)
         if lease is not None:
             self._ended.labels(cause).inc()
+            # Shielded: a client that hangs up must not leave half of a session behind.
             await asyncio.shield(lease.session.close())
 
     async def _sweep(self) -> None:
@@ -436,6 +440,7 @@ class SandboxServer:
                 (caller, name)
                 for caller in self._callers.values()
                 for name, lease in caller.sessions.items()
+                # A session in use is never swept, however long a cell runs.
                 if not lease.uses and lease.until_s < now_s
             ]
             await asyncio.gather(*(self._end(caller, name, "lease") for caller, name in late))
@@ -497,6 +502,7 @@ def _keys(config: Config) -> tuple[tuple[str, ...], str]:
 async def main(config: Config) -> None:
     """Serve until a signal; then end all sessions."""
     keys, shell_key = _keys(config)
+    # The pool warns of missing layers of isolation; they are printed in the program's own form.
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         async with SandboxServer(config, keys) as server:

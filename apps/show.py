@@ -121,6 +121,7 @@ def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[
             if is_wanted and (not config.worst or row["reward"] is not None):
                 matches.append((f"{step}-{kind}", row))
         if config.worst:
+            # The worst of all steps are wanted, so every file is read; only the worst so far are kept.
             matches = sorted(matches, key=lambda match: match[1]["reward"])[: config.worst]
         elif len(matches) >= config.most:
             break
@@ -186,6 +187,7 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
     first = 0
     for place, turn in enumerate(episode.turns):
+        # Columns of scores run over all turns of the episode; this is the turn's part of them.
         tokens = slice(first, first := first + len(turn.token_ids))
         segment_text = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
         origin = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""

@@ -21,13 +21,13 @@ _PAIR = ("chosen", "rejected")
 
 
 def conversation_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode]:
-    """Return the one episode of a conversation, for supervised fine-tuning: trained are the assistant's messages.
+    """Return the one episode of a conversation, for supervised fine-tuning, which trains the assistant's messages.
 
-    They are the truth's "completion", text or messages, or else its "answer". Each of the assistant's messages there
-    whose "weight" is not 0 is a turn: its prompt is what the chat template shows before it, and its tokens are what
-    the template writes for it, up to and including the token that ends a turn. So thinking is trained as the template
-    writes it in the last message, and later turns do not see it if the template then leaves it out; they are a segment
-    of their own.
+    They are in the truth's "completion", text or messages, or else in its "answer". Each of the assistant's messages
+    there whose "weight" is not 0 is a turn: its prompt is the text that the chat template shows before it, and its
+    tokens are those that the template writes for it, up to and including the token that ends a turn. So thinking is
+    trained as the template writes it in the last message. If the template then leaves it out of the history, later
+    turns do not see it and form a segment of their own.
 
     The tokens have no behaviour policy: their logprobs are 0, and their versions -1.
 

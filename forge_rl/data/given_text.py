@@ -1,4 +1,4 @@
-"""Checks that the text of given messages is in the tokens that a chat template makes of them."""
+"""Checks that a chat template keeps the text of given messages in the tokens that it makes of them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class GivenText:
 
 
 def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: Tokenizer) -> None:
-    """Refuse an answer of which the chat template leaves text out.
+    """Refuse an answer if the chat template leaves out some of its text.
 
     Args:
         number: the message's number in its conversation, from 1.
-        token_ids: what the template makes of the answer.
+        token_ids: the tokens that the template makes of the answer.
 
     Raises:
         TaskError: names the message, the part and the text.
@@ -56,7 +56,7 @@ def check_context(
     """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
 
     Args:
-        token_ids: what the template makes of the conversation.
+        token_ids: the tokens that the template makes of the conversation.
         first: number of the first message in its conversation, from 1.
 
     Raises:
@@ -86,12 +86,12 @@ def _check_shown(
 
 
 def unread_names(task: Task, token_ids: Iterable[TokenIds], tokenizer: Tokenizer) -> set[str]:
-    """Return the names of a task's columns, and of fields of its messages, that are in no tokens of its examples.
+    """Return the names of columns of a task, and of fields of its messages, whose text is not in any of its examples.
 
         unread_names(task, [episode.segments[0].token_ids], tokenizer)  # {"label", "messages' name"}
 
     Args:
-        token_ids: all sequences that are made of the task.
+        token_ids: all token sequences that are made of the task.
     """
     # Joined by NUL, so that no passage of ordinary text is found across two sequences.
     rendered = "\0".join(_joined(tokenizer.decode(ids, skip_special=False)) for ids in token_ids)

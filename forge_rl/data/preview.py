@@ -27,7 +27,7 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class MeasuredTasks:
-    """Tasks that were looked at, and what of them is trained."""
+    """Tasks that were measured, and those that were refused."""
 
     tasks: list[Task] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)

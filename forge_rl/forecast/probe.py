@@ -26,7 +26,7 @@ _DEADLINE_S = 120.0
 
 
 def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
-    """Return this machine's device type, which is measured on a CPU by a process with a trainer's threads.
+    """Return this machine's device type; a CPU is measured, by a process with a trainer's threads.
 
     Args:
         dim: width of the model.

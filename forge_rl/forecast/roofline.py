@@ -31,7 +31,7 @@ class Efficiency:
     training: float
     """Share of the peak FLOP/s in the trainer's passes, outside of attention."""
     attention: float
-    """The same of attention in the trainer, of the FLOPs that it needs: three times the forward pass's."""
+    """The same share for attention in the trainer, which needs three times the forward pass's FLOPs."""
     decoding: float
     """Share of the peak FLOP/s in an engine's steps, and while it reads prompts."""
     memory: float
@@ -89,7 +89,7 @@ class Workload:
     answer: float
     """Mean tokens of an answer."""
     longest: float
-    """Maximum tokens of an answer; with this mean, all answers are as long, else see `lengths`."""
+    """Maximum tokens of an answer; if it equals the mean, all answers have this length, else see `lengths`."""
     ahead: int = 0
     """Batches on which engines work ahead while one waits for its longest answers."""
     minibatches: int = 1
@@ -140,7 +140,7 @@ def rollout_times(
     cache_bytes: float,
     use: Efficiency,
 ) -> Times:
-    """Predict the seconds in which all engines generate a batch.
+    """Predict the seconds that all engines take to generate a batch.
 
     A step reads the weights once for all requests, and each one's keys and values. Engines share a group's prompt.
 
@@ -194,11 +194,11 @@ def rollout_times(
 
 
 def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[float, float]]:
-    """Yield an engine's steps for its share of a batch, and the answers that it decodes in each of them.
+    """Yield numbers of an engine's steps for its share of a batch, and of the answers that it decodes in each.
 
-    Once the last answers have a place, they and those under way have as far to go as new ones, and the engine has the
-    longest among all engines'. Engines that work ahead fill the tail of a batch with answers of the next ones, and the
-    longest answer may take as many phases as there are batches under way.
+    Once the last answers have a slot, all answers under way are assumed to have as far to go as new ones, and the
+    engine is assumed to have the longest answer of all engines. Engines that work ahead fill the tail of a batch with
+    answers of the next batches, and the longest answer may take as many phases as there are batches under way.
 
     Args:
         share: answers of an engine.
@@ -241,7 +241,7 @@ def train_times(
     spread: Spread,
     use: Efficiency,
 ) -> Times:
-    """Predict the seconds in which the trainer trains a batch.
+    """Predict the seconds that the trainer takes to train on a batch.
 
     FSDP's collectives overlap with arithmetic; collectives of other kinds do not. With a pipeline, the times are
     the slowest stage's.

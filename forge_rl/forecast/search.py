@@ -421,7 +421,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
 
 
 def _publish(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> VersionTimes:
-    """Predict the seconds of publishing and loading a version of which all weights are trained.
+    """Predict the seconds of publishing and loading a version, all of whose weights are trained.
 
     Each rank and each engine on GPUs has its own link; on a CPU all of them share one memory.
     """

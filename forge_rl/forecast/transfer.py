@@ -1,10 +1,10 @@
 """Predicts the seconds of publishing a version and loading it into engines, part by part, from measured costs.
 
-A part takes a time of its own, one for each tensor, one for each batch of tensors of one shape that share a device's
-launches, and one for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. An engine's
+A part's seconds are a fixed time, plus a time for each tensor, for each batch of equally shaped tensors that share a
+device's launches, and for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. An engine's
 loaders take the part of a stack of experts that lies in one bucket as one tensor. Bytes count as passes through memory
-or a link, whose rate is the device's, so that costs measured on one machine serve on another; calls and tensors take
-Python's time and kernel launches', which differ less.
+or a link at the device's rate, so that costs measured on one machine serve on another; calls and tensors cost time of
+Python and of kernel launches, which differs less between machines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionCosts:
-    """Costs of each of `PARTS` on one kind of device; a part that is not there costs nothing."""
+    """Costs of each of `PARTS` on one kind of device; a part that is missing costs nothing."""
 
     parts: Mapping[str, PartCost]
     source: str
@@ -86,8 +86,8 @@ _LOAD_S, _FINGERPRINT_S = 0.1643, 0.0828
 
 
 def _gpu_costs() -> VersionCosts:
-    """Return a GPU's costs: of calls as on a CPU, of tensors as measured on one H100, of bytes as passes over its links
-    and memory."""
+    """Return a GPU's costs: calls as on a CPU, tensors as measured on one H100, and bytes as passes over its links and
+    memory."""
     parts = {name: replace(cost, memory=0.0) for name, cost in CPU_COSTS.parts.items()}
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     copying_s = _LOADED_BYTES / (device.host_link * use.links)
@@ -121,7 +121,7 @@ class Version:
     stacked: int = 0
     """Tensors that the trainer's model keeps in stacks, such as experts', of which each rank has some."""
     stacks: int = 0
-    """Number of stacks that engines load these as."""
+    """Number of stacks as which engines load these tensors."""
     shapes: int = 1
     """Number of distinct shapes of its tensors."""
     shards: int = 1

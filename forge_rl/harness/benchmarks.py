@@ -162,7 +162,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _asked(name: str, answer: str, instruction: str) -> Callable[[Row], Row]:
-    """Return what makes a row with a question and an answer."""
+    """Return a function that converts a row to one with a question and an answer."""
 
     def convert(row: Row) -> Row:
         # Columns that `Columns` would take for the prompt are left out; the question is made here.

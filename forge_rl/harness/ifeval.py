@@ -90,7 +90,7 @@ def follows(name: str, parameters: Mapping[str, Any], text: str) -> bool:
     """Return whether a text follows one instruction: `follows("punctuation:no_comma", {}, "So")`.
 
     Raises:
-        KeyError, ValueError, TypeError: the instruction lacks a parameter, or it has another type.
+        KeyError, ValueError, TypeError: the instruction lacks a parameter, or a parameter has a wrong type.
     """
     return bool(text.strip()) and CHECKS[name](text, parameters)
 

@@ -1,4 +1,4 @@
-r"""Compares mathematical answers part by part: brackets, order and relations as they stand, and formulas by value.
+r"""Compares mathematical answers part by part: brackets, order and relations literally, and formulas by value.
 
 equal("(1,2)", "(1, \\frac{4}{2})")  # True; False for "\\{1,2\\}" and for "[1,2]"
 """
@@ -70,7 +70,7 @@ def read(text: str, depth: int = 0) -> Structure:
     """Return the structure of an answer.
 
     Raises:
-        ValueError: the text is none, or is too large.
+        ValueError: the text is not an answer of a supported kind, or is too large.
     """
     if depth > _MOST_DEPTH:
         raise ValueError("the answer is nested too deeply")
@@ -256,7 +256,7 @@ def _same_value(true: Structure, answer: Structure) -> bool:
 
 
 def _same_number(true: Structure, answer: Structure) -> bool:
-    """Compare numbers: rational ones exactly, others to hundreds of digits, and by a decimal number that rounds one."""
+    """Compare numbers: rational ones exactly, others to hundreds of digits; a decimal answer may also be rounded."""
     import mpmath
 
     try:
@@ -305,7 +305,7 @@ def _is_near(left: object, right: object) -> bool:
 
 
 def _is_rounded(number: str, value: Fraction) -> bool:
-    """Return whether a decimal number rounds an exact value, such as 1.414214 the root of 2."""
+    """Return whether a decimal number rounds an exact value, as 1.414214 rounds the square root of 2."""
     if not _DECIMAL_FORM.fullmatch(number) or (decimals := _DECIMAL.fullmatch(number)) is None:
         return False
     digits = len((decimals[1] + decimals[2]).lstrip("0"))

@@ -1,4 +1,4 @@
-"""Reward from a model: a sequence classifier in a Hugging Face folder, loaded once per dedicated replica."""
+"""Reward from a model: a sequence classifier in a Hugging Face folder, loaded once in each dedicated replica."""
 
 from __future__ import annotations
 

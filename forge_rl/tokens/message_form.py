@@ -28,7 +28,7 @@ def decoded_arguments(text: str) -> object:
 
 
 class MessageForm:
-    """Writes messages as one chat template reads them; what that is, is found by rendering some.
+    """Writes messages in the form that one chat template reads, which it finds by rendering probes.
 
         tokenizer.message_form.with_thoughts([{"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}])
 

@@ -1,4 +1,4 @@
-"""What a model's chat template writes for calls and thoughts, which the parsers chosen for the model must read back."""
+"""Samples of calls and thoughts as a model's chat template writes them, which the model's parsers must read back."""
 
 from __future__ import annotations
 

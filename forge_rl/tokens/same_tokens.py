@@ -15,7 +15,7 @@ def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
         who: what errors call the model, such as "the teacher NAME".
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a token differs.
         ModelError: one has no tokenizer.
     """
     if folder.samefile(policy):

@@ -48,7 +48,7 @@ def read_template_args(texts: Sequence[str]) -> dict[str, object]:
 
 
 def check_template_args(args: Mapping[str, object], template: str) -> None:
-    """Refuse variables that the chat template does not have, as they would be without effect.
+    """Refuse variables that the chat template does not have, as they would have no effect.
 
     Raises:
         ConfigError: names the variable.

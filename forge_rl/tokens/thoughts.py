@@ -1,4 +1,4 @@
-"""Tells a completion's thoughts from its answer: thoughts are neither graded, nor are calls in them run."""
+"""Separates a completion's thoughts from its answer: thoughts are not graded, and calls in them are not run."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ class ToolParser:
                 gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted there is
-        none. Text that the parser cannot read is content."""
+        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted in a
+        thought does not count. Text that the parser cannot read is content."""
         await self.load()
         from forge_rl.tokens import vllm_parsers as vllm
 

@@ -1,4 +1,4 @@
-"""Turns chat messages as data sets write them into those that chat templates read."""
+"""Converts the chat messages of data sets to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
 
 
 def _renamed(entry: object) -> object:
-    """Return a message with the keys and roles of chat templates, where it has ShareGPT's or OpenAI's former ones."""
+    """Rename a message's keys and roles from ShareGPT's, and OpenAI's former ones, to those of chat templates."""
     if not isinstance(entry, Mapping):
         return entry
     role = entry.get("role")
@@ -203,7 +203,7 @@ def _renamed(entry: object) -> object:
 
 
 def _readable(thought_parts: object) -> object:
-    """Leave out thoughts that a provider encrypted, or of which it gave only the signature."""
+    """Leave out thoughts that a provider encrypted, or for which it gave only a signature."""
     if not isinstance(thought_parts, list):
         return thought_parts
     return [

@@ -1,4 +1,4 @@
-"""Files read at offsets, of which the last ones stay open."""
+"""Files that are read at offsets; the most recently opened ones stay open."""
 
 from __future__ import annotations
 

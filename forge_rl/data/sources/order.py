@@ -31,7 +31,7 @@ def permuted(place: int, size: int, key: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _permuted(chunk: int, size: int, key: int) -> list[int]:
-    """Return up to _AT_ONCE numbers of a permutation."""
+    """Return the `chunk`-th _AT_ONCE numbers of a permutation; fewer at its end."""
     # The network permutes 2 half bits, at most four times the size, so numbers are walked fewer than four times on
     # average.
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))

@@ -334,7 +334,7 @@ def _fills(row: Mapping[str, object]) -> bool:
 
 
 def _check_unread(row: Mapping[str, object]) -> None:
-    """Refuse columns that say what the model is shown in a way that training does not follow."""
+    """Refuse columns that change what a model is shown in ways that training does not follow."""
     for name in _MEDIA:
         media = row.get(name)
         is_media = isinstance(media, list | bytes) or (isinstance(media, Mapping) and "bytes" in media)
