@@ -153,6 +153,7 @@ class AdaptiveShares:
         """Return the share of a batch, from 0 to 1, that success moves from some sources to others."""
         total = math.fsum(self.base.values())
         shares = self.shares()
+        # Half of the absolute differences: what some sources gain, others lose.
         shift = math.fsum(abs(shares[name] - weight / total) for name, weight in self.base.items()) / 2
         return shift if shift > _ROUNDING else 0.0
 

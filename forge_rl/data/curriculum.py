@@ -104,6 +104,7 @@ class DifficultyPools:
             ConfigError: no reward of a group has the configured part.
         """
         for group in groups:
+            # A task's first rate is taken whole, as there is no mean yet to average it with.
             rate, key = self._rate_of(group), _key(group.task)
             old_rate = self._rates.get(key)
             self._rates[key] = rate if old_rate is None else _MOMENTUM * old_rate + (1 - _MOMENTUM) * rate

@@ -190,6 +190,7 @@ class DataConfig:
             raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")
         template = "" if _names_prompt(spec) else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
+        # Keys of a source override --data for it: files of different forms may need different templates.
         return Columns(**{**common, **named_columns}, kind=kind)
 
 
@@ -234,5 +235,6 @@ def _short_name(spec: FlagText) -> str:
     if not is_path(spec.name):
         return spec.name
     path = Path(spec.name).expanduser()
+    # A pattern such as data/*.jsonl is named by its folder, since the file's name says nothing.
     plain = path.name.partition(".")[0]
     return path.parent.name if any(letter in plain for letter in "*?[") and path.parent.name else plain or path.name

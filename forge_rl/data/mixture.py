@@ -173,6 +173,7 @@ class Mixture:
                 self.changed.tell("mixture keeps its current weights")
             return
         if self._adaptive is None:
+            # The weights of this moment become the base by which success is multiplied.
             self._adaptive = AdaptiveShares(config, self._weights)
         else:
             self._adaptive = self._adaptive.released(config)

@@ -205,6 +205,7 @@ class PromptLengths:
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self.tokenizer = tokenizer
         self.limit = limit
+        # Tokens that the template writes around a conversation, such as a default system message.
         self._frame = len(tokenizer.render([{"role": "user", "content": "x"}]))
 
     def too_long(self, task: Task) -> bool:
@@ -245,6 +246,7 @@ def _text_bytes(task: Task) -> int:
     total = 0
     for message in task.messages:
         content = message.get("content", "")
+        # Templates write tools, calls and other fields at lengths that their own texts do not bound.
         if task.tools or len(message) > 2 or not isinstance(content, str):
             return 1 << 40
         total += len(content) if content.isascii() else len(content.encode())
@@ -297,6 +299,7 @@ def _scan(
                 is_long = lengths.too_long(read_row.task)
         except (ModelError, TaskError) as error:
             message = f"{source.describe(read_row.row)}: {error.message}"
+            # A template that refuses messages refuses all rows of that form, so it is no matter of single bad rows.
             if isinstance(error, ModelError) or source.max_bad_rows == 0:
                 raise TaskError(message, hint=error.hint) from error
             num_bad += 1

@@ -162,12 +162,14 @@ def rollout_times(
             hint="raise --generator.tensor-parallel-size, or lower --generator.max-model-len",
         )
     share = work.episodes / (engines * copies)
+    # Limited by the engine's slots, by its cache, or by the answers that there are.
     running = max(1.0, min(settings.max_num_seqs, cached_sequences, share * (1 + work.ahead)))
     # The mean context of a decoded token: the prompt and half of the answer.
     context = round(work.prompt + work.answer / 2)
     step_flops, step_bytes = forward_flops(a, context, has_head=True), sequence_bytes(a, settings, context)
     arithmetic_s = memory_s = links_s = scheduling_s = 0.0
     for steps, decoded in _decoded(work, share, running):
+        # The more tokens in a step, the more experts they reach, each of whose weights are read once.
         read_weights = layer_weights(a, max(1, round(decoded))) + head_weights(a)
         # Roofline of one step: weights are read once for all sequences, keys and values once for each. The slower of
         # arithmetic and memory counts, as they overlap.
@@ -250,6 +252,7 @@ def train_times(
     tp, cp, ep = s.tensor_parallel_degree, s.context_parallel_degree, s.expert_parallel_degree
     pp, stage_ranks = s.pipeline_parallel_degree, spread.ranks // s.pipeline_parallel_degree
     layers = stage_layers(a, pp)
+    # The stage with the most layers is the slowest.
     stage_share = max(map(len, layers)) / a.layers
     itemsize = resolve_dtype(s.dtype).itemsize
     shares = max(1, stage_ranks // (tp * cp))
@@ -260,12 +263,14 @@ def train_times(
     rows = max(float(work.minibatches), -(-tokens // row_tokens))
     products, attention = _flops(a, s, work)
     flops = products / use.training + attention / use.attention
+    # A rank's part: its share of the tokens, padding included, of its stage's layers, split over tp and cp.
     flops *= stage_share * tokens / max(1.0, work.tokens) / (tp * cp)
     compute_s = spread.sharers * flops / device.flops
     parts = {"arithmetic": work.epochs * compute_s}
     if pp > 1:
         # The bubble of a pipeline of pp stages: (pp - 1) / rows of the passes, once for each minibatch.
         parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
+    # Each row gathers the weights for its forward and its backward pass.
     gather_s = (
         stage_share
         * _gather_bytes(a, s, stage_ranks, rows, itemsize)
@@ -289,6 +294,7 @@ def train_times(
         kv_bytes = stage_share * tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
         parts["links of context parallelism"] = work.epochs * 3 * kv_bytes / (spread.link(device, tp * cp) * use.links)
     if ep > 1 and a.experts:
+        # Each token goes to its top_k experts and comes back, in every layer with experts.
         routed_bytes = (
             stage_share * local_tokens / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
         )
@@ -309,6 +315,7 @@ def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) 
     # A multiply-add for each weight and token; logits only for answers, as prompts are not trained.
     layers = 2.0 * layer_weights(a) * work.tokens
     head = 2.0 * head_weights(a) * work.answers
+    # A group's prompt is computed once; its tokens see half of it on average.
     prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
     attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
     recomputed = {"none": 0.0, "selective": 0.5, "full": 1.0}[settings.activation_checkpointing]

@@ -248,6 +248,7 @@ def nearest(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> lis
             for tokens, half in shorter_contexts
         ],
     ]
+    # Each group is sorted by how much it asks for, and stops at the first that fits.
     for group in tries:
         for name, settings, candidate in group:
             try:
@@ -326,7 +327,9 @@ def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunC
     trainer, generator, n = config.trainer, config.generator, machines.count
     # A row must hold the longest sequence, of which each of cp ranks has a part.
     needed = max(LEAST_ROW, round_up(-(-generator.max_model_len // cp), PAD_MULTIPLE))
+    # A long row keeps a GPU busy, the shortest possible one saves memory; both are tried.
     rows = [trainer.seq_len] if trainer.seq_len else list(dict.fromkeys((max(needed, _ROW), needed)))
+    # Engines that decode while the trainer trains cannot lend it their devices.
     separate = config.placement == "separate" or config.schedule.decodes_while_training
     splits = [(n, n)] if not separate else [(n - part, part) for part in _parts(machines)]
     replicas = _choices(trainer.data_parallel_replicate_degree, machines.hosts)[:: max(1, machines.hosts.bit_length())]
@@ -395,6 +398,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
             traces=policy.traces,
         )
 
+    # The same choice of recomputation and offloading that a run makes at its start, but for these devices.
     config, _ = choose(config, a, gpu=device.memory, num_gpus=machines.count, memory=memory)
     check_context(a, config.generator)
     needs = plan_run(config, policy.models, traces=policy.traces)

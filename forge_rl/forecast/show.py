@@ -41,6 +41,7 @@ def show_forecast(config: RunConfig) -> None:
         LossError: the loss does not work.
     """
     console = Console(highlight=False)
+    # The loss is tried on a small batch, which also shows whether it needs a reference or values.
     _, reference, values = tried_loss(config)
     policy = read_policy(_folder(config), reference=reference, values=values)
     if config.target.on == LOCAL:

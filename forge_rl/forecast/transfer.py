@@ -88,6 +88,7 @@ _LOAD_S, _FINGERPRINT_S = 0.1643, 0.0828
 def _gpu_costs() -> VersionCosts:
     """Return a GPU's costs: calls as on a CPU, tensors as measured on one H100, and bytes as passes over its links and
     memory."""
+    # How often bytes pass through a CPU's memory says nothing about a GPU's: those passes are set below.
     parts = {name: replace(cost, memory=0.0) for name, cost in CPU_COSTS.parts.items()}
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     copying_s = _LOADED_BYTES / (device.host_link * use.links)

@@ -104,6 +104,7 @@ def _rows(definition: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
         for number, raw_row in table.rows(0, len(table)):
             try:
                 values = table.parse(raw_row)
+                # Checked row by row, so that another data set under the benchmark's name fails at once and by its line.
                 if lacking := [name for name in definition.columns if values.get(name) is None]:
                     has = ", ".join(map(str, values))
                     raise RowError(f"lacks {', '.join(lacking)}; it has {has:.200}")
@@ -121,6 +122,7 @@ class _AnsweredTable:
     def __init__(self, table: Table) -> None:
         self._table = table
         self.path = table.path
+        # The leaderboard keeps answers in files of their own; rows are matched by id, not by line.
         answers = table.path.parent / "possible_answer" / table.path.name
         self._answers: dict[str, object] = {}
         if answers.is_file():
@@ -192,6 +194,7 @@ def _humaneval(row: Row) -> Row:
         "Complete this Python function. Answer with the whole function in one block of code, with the imports that it "
         f"needs.\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"
     )
+    # The prompt runs before the answer's code, with its imports and helper functions.
     truth = {"setup": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
     return {"task_id": row["task_id"], "question": question} | truth
 
@@ -201,6 +204,7 @@ def _mbpp(row: Row) -> Row:
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests):
         raise RowError("is not a list of texts", column="test_list", value=tests)
     description = row.get("text") or row.get("prompt")
+    # The data set's configs "full" and "sanitized" name these columns differently.
     imports = row.get("test_setup_code") or "\n".join(map(str, row.get("test_imports") or []))  # type: ignore[call-overload]
     tests_text = "\n".join(tests)
     instruction = "Answer with Python code in one block. It has to pass these tests:"
@@ -218,9 +222,11 @@ def _ifeval(row: Row) -> Row:
 
 
 def _bfcl(row: Row) -> Row:
+    # A list of turns, each a list of messages; only single-turn categories can be scored by one answer.
     turns, functions = row["question"], row["function"]
     if not isinstance(turns, list) or len(turns) != 1 or not isinstance(turns[0], list):
         raise RowError("is not one turn of messages", column="question", value=turns)
+    # Rows with one function may hold it without a list.
     functions = functions if isinstance(functions, list) else [functions]
     tools = [{"type": "function", "function": _schema(function)} for function in functions]
     for tool in tools:
@@ -239,6 +245,7 @@ def _schema(value: object, depth: int = 0) -> object:
         schema = {str(key): _schema(inner, depth + 1) for key, inner in value.items()}
         kind = schema.get("type")
         if isinstance(kind, str) and kind in _JSON_TYPES:
+            # "any" has no counterpart in JSON Schema: a schema without a type accepts every value.
             del schema["type"]
             schema |= {"type": _JSON_TYPES[kind]} if _JSON_TYPES[kind] else {}
         return schema

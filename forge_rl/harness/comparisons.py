@@ -61,5 +61,6 @@ def print_comparisons(console: Console, comparisons: Sequence[tuple[str, str, st
 
 
 def _mean(episodes: Sequence[Episode]) -> float | None:
+    # Episodes that failed have no reward; counting them as 0 would blame the model for its machine.
     rewards = [episode.reward for episode in episodes if episode.outcome.scored]
     return sum(rewards) / len(rewards) if rewards else None

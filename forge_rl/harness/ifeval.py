@@ -151,6 +151,7 @@ def _frequency(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _forbidden(text: str, parameters: Mapping[str, Any]) -> bool:
+    # Whole words only, while keywords above also count inside of words: both as in the reference.
     words = _strings(parameters["forbidden_words"])
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in words)
 
@@ -169,6 +170,7 @@ def _is_in(text: str, language: str) -> bool:
     language = language.lower().partition("-")[0]
     if language not in _SCRIPTS and language not in _FUNCTION_WORDS:
         raise ValueError(f"the language {language!r} is not known")
+    # A letter's script is the first word of its Unicode name, as in LATIN SMALL LETTER A.
     letters = Counter(
         "CJK" if name.split(" ")[0] in ("CJK", "HIRAGANA", "KATAKANA") else name.split(" ")[0]
         for letter in text
@@ -194,6 +196,8 @@ def count_sentences(text: str) -> int:
     a number of a list; text after the last end is one too."""
     count, begin = 0, 0
     for end in _END.finditer(text):
+        # `begin` stays where it is after an abbreviation: without the limit of 40, a text of nothing else would take
+        # quadratic time.
         before = text[max(begin, end.start() - 40) : end.start()]
         word = before.split()[-1].lower().lstrip("(\"'") if before.strip() else ""
         is_listed = word.isdecimal() and before.rpartition("\n")[2].strip() == word
@@ -217,6 +221,7 @@ def _words(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _nth_paragraph(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = text.split("\n\n")
+    # Empty paragraphs count for the place, but not for the number, as in the reference.
     count, place = sum(bool(part.strip()) for part in parts), int(parameters["nth_paragraph"])
     expected_word = _strings([parameters["first_word"]])[0].lower()
     if not 1 <= place <= len(parts) or not (words := parts[place - 1].split()):
@@ -230,6 +235,7 @@ def _placeholders(text: str, parameters: Mapping[str, Any]) -> bool:
     count = 0
     for line in text.split("\n"):
         end = 0
+        # By `find` instead of a pattern, which would take quadratic time on a line of opening brackets.
         while (begin := line.find("[", end)) >= 0 and (close_index := line.find("]", begin)) >= 0:
             count, end = count + 1, close_index + 1
     return count >= int(parameters["num_placeholders"])
@@ -243,6 +249,7 @@ def _postscript(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _bullets(text: str, parameters: Mapping[str, Any]) -> bool:
     lines = [line.lstrip() for line in text.split("\n")]
+    # A line that begins with two stars is bold text, not an item.
     count = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("", "*")) for line in lines)
     return count == int(parameters["num_bullets"])
 
@@ -263,6 +270,7 @@ def _sections(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _json(text: str, parameters: Mapping[str, Any]) -> bool:
+    # The answer may be in a fenced block, under one of the reference's spellings of the language.
     contents = text.strip()
     for mark in ("```json", "```Json", "```JSON", "```"):
         contents = contents.removeprefix(mark)
@@ -283,6 +291,7 @@ def _title(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _two_responses(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in text.split("******")]
+    # Empty parts are ignored at both ends, but between dividers they count as an empty answer.
     responses = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
     return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 

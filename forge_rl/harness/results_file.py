@@ -80,6 +80,7 @@ class Results:
         try:
             row = json.loads(line)
             key = (row["set"], row["source"], row["digest"])
+            # Lines of tasks that are not asked for this time are kept as well: another command may want them.
             task = self._tasks.get(key) or Task(id=row["task"], source=row["source"], messages=())
             return key, [
                 Episode(
@@ -108,6 +109,7 @@ def check_settings(out: Path, digest: str, settings: object) -> None:
     """
     path = out / "settings.json"
     try:
+        # Results of other settings in one file would be averaged as if they were comparable.
         if path.exists() and json.loads(path.read_text()).get("digest") != digest:
             raise ConfigError(f"{out} holds results with other settings", hint="set another --out, or leave it out")
         write_json(path, {"digest": digest, "settings": settings})

@@ -37,6 +37,7 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
     texts: list[dict[str, object]] = []
     if tools:
         introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        # One system message: templates take it only at the beginning.
         if messages and messages[0]["role"] == "system":
             introduction = f"{messages[0]['content']}\n\n{introduction}"
             messages = messages[1:]

@@ -81,6 +81,7 @@ def open_arrow(path: Path, cache: Path) -> Arrow:
 
     try:
         with path.open("rb") as file:
+            # Arrow and Feather files begin with ARROW1; an Arrow stream does not, and can be mapped as it is.
             in_place = path.suffix.lower() != ".parquet" and file.read(6) != b"ARROW1"
         stream = path if in_place else derived(path, cache, ".arrow", partial(_write_stream, path))
         with pa.memory_map(str(stream)) as memory_map:  # the batches keep the memory, not the file

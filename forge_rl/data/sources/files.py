@@ -50,6 +50,7 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
     if path.is_dir():
         return _in_folder(path, split)
     if path.exists():
+        # An existing file comes first: its name may contain characters of patterns.
         files = [path]
     else:
         files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
@@ -129,6 +130,7 @@ def _check_shards(files: Sequence[Path], pattern: str = "") -> None:
         width = len(name["number"])
         names = [f"{name['before']}{n:0{width}}-of-{name['all']}{name['after']}" for n in range(int(name["all"]))]
         paths = [str(path.with_name(file_name)) for file_name in names]
+        # With a pattern, shards that it does not match are left out on purpose.
         missing = [shard for shard in paths if shard not in existing and (not pattern or fnmatch(shard, pattern))]
         if missing:
             raise TaskError(

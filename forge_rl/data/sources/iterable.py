@@ -182,6 +182,7 @@ class IterableSource:
 
     def _task(self, item: Item) -> tuple[Task, int]:
         if isinstance(item, Task):
+            # A task keeps its id, but belongs to the source that the mixture draws from.
             return replace(item, source=self.name), prompt_key(item.messages)
         try:
             if not isinstance(item, Mapping):

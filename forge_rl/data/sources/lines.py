@@ -76,6 +76,8 @@ class JSONLines:
             raise RowError(f"cannot be read: {error}", value=line) from None
 
     def describe(self, row: int) -> str:
+        # Counted only for a message: rows may span several lines, and lines may be blank, so a row's number is not its
+        # line's.
         lines, bytes_left = 1, int(self._starts[row])
         with self._text.open("rb") as file:
             while bytes_left > 0 and (data := file.read(min(bytes_left, _READ_BYTES))):
@@ -100,6 +102,7 @@ class DelimitedLines(JSONLines):
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
             head = file.read(int(self._starts[1]))
+        # The first row names the columns; it is not counted from here on.
         self._starts = self._starts[1:]
         try:
             first = _line(head).decode()
@@ -140,6 +143,7 @@ class DelimitedLines(JSONLines):
 
 def _delimiter_of(first: str) -> str:
     """Guess a CSV file's delimiter from its first row: spreadsheets write semicolons where the comma is decimal."""
+    # A comma between quotes belongs to a name.
     plain = re.sub(r'"[^"]*"', "", first)
     return "," if "," in plain else max(";\t|", key=plain.count) if set(";\t|") & set(plain) else ","
 

@@ -151,6 +151,7 @@ class ReasoningGymSource:
         name, better = _COPIED.get(self.dataset, ("", ""))
         if not name:
             return
+        # Tried on a sample, as whether copies are right depends on the parameters and not only on the data set.
         entries = [self._stream[index] for index in range(_TRIED_ENTRIES)]
         copies = sum(_metadata(entry).get(name) == entry["answer"] for entry in entries)
         if copies > _MOST_COPIES * len(entries):

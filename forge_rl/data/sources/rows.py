@@ -177,6 +177,7 @@ class Columns:
         sides = [_answer(name, row) for name in names]
         if sides[0] == sides[1]:
             raise RowError(f"is the same as {names[1]!r}", column=names[0], value=sides[0][-1].get("content"))
+        # Answers alone need a column with their prompt; whole conversations share their beginning, which is the prompt.
         if any(side[0]["role"] == "assistant" for side in sides):
             prompt_column, prompt = self._messages(row)
             _check_prompt(prompt_column, prompt)
@@ -259,6 +260,7 @@ class Columns:
                     f"the template {text!r} uses no column",
                     hint=f"write {{{{ column }}}}, or give a file that ends in {_TEMPLATE_SUFFIXES[0]}",
                 )
+            # StrictUndefined: a misspelt column is an error instead of an empty prompt.
             environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
             return environment.from_string(text)
         except (OSError, UnicodeDecodeError) as error:

@@ -137,6 +137,7 @@ class TableSource:
             if read_row.error is not None and self.max_bad_rows == 0:
                 raise self.failure(read_row)
             if read_row.task is not None and self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                # A problem that several rows word differently is evaluated once.
                 held_out_tasks.setdefault(read_row.problem, read_row.task)
             if len(held_out_tasks) == tasks:
                 break
@@ -220,6 +221,7 @@ class TableSource:
         if not isinstance(position, int) or position < 0:
             raise TaskError(f"the saved state of source {self.name!r} is malformed: {dict(state)}")
         expected = {**self.state(), "position": position}
+        # Compared first, as changed files are the likeliest cause, and the message can say how they differ.
         if state.get("files") != expected["files"]:
             difference = _difference(state.get("files"), self._files)
             raise TaskError(
