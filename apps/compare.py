@@ -178,6 +178,7 @@ def _other_prompts(first: Path, second: Path) -> str:
             {step: path for step, file_kind, path in recorded_files(folder) if file_kind == kind}
             for folder in (first, second)
         ]
+        # One common step is enough, as a template affects all prompts.
         for step in sorted(paths_by_step[0].keys() & paths_by_step[1].keys())[:1]:
             recordings = [EpisodeFile(paths[step]) for paths in paths_by_step]
             rows = [{(row["source"], row["task"]): row["row"] for row in file.listing()} for file in recordings]
@@ -211,6 +212,7 @@ def _rewards(folder: Path) -> dict[int, Estimate]:
             for row in EpisodeFile(path).listing():
                 if row["reward"] is not None:
                     groups.setdefault(row["group"], []).append(row["reward"])
+            # Episodes of a group share their task, so only groups are independent values.
             mean_rewards[step] = mean_over_tasks(
                 [sum(group_rewards) / len(group_rewards) for group_rewards in groups.values()]
             )
@@ -299,6 +301,7 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
 def _interval(estimate: Estimate) -> str:
     if math.isnan(estimate.value):
         return ""
+    # A single value outside 0 to 1 has no interval.
     bounds = f"  [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
     return f"{estimate.value:.3f}{bounds}"
 

@@ -290,6 +290,7 @@ def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation
         return
     for call in event.calls:
         console.print(Text(visible(f"call {call.name}({call.arguments:.500}) {call.error:.500}"), style="dim"))
+    # A history replaces all messages so far; otherwise only the new ones are shown.
     for message in event.history or event.messages:
         console.print(Text(visible(f"{message.get('role', '')}: {message.get('content', '')}"), style="yellow"))
     parts = "".join(f", {name} {value:g}" for name, value in event.parts.items())
@@ -387,6 +388,7 @@ def _show_source(
     if measurement.refused:
         warning = f"{len(measurement.refused):,} cannot be trained on, the first: {measurement.refused[0]}"
         console.print(Text(visible(warning), style="yellow"))
+    # The description of a scan, shown above, has its note already.
     if measurement.note and scan is None:
         console.print(Text(measurement.note))
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):

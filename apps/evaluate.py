@@ -337,6 +337,7 @@ def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
     # One length for all models, the shortest context: otherwise answers would not be comparable.
     max_context = min(positions(read_served(folder)) for folder in folders.values())
     context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
+    # At least half of the context is left to prompts.
     room = replace(generator, max_model_len=context, max_tokens=min(benchmark_tokens, max(1, context // 2)))
     return replace(config, generator=room)
 
@@ -391,6 +392,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         connection = await asyncio.to_thread(run.open_gateway)
         yield Endpoint(**connection | {"folder": Path(connection["folder"])}, concurrent=config.generator.max_num_seqs)
         return
+    # A new key, which only lm-eval gets.
     key = secrets.token_urlsafe(32)
     gateway_config = gateway.Config(
         model=str(folder),
@@ -510,6 +512,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
             Dispatcher(scheduler, generator, tokenizer),
             runner,
             devices=DeviceHandover(generator),
+            # Nothing is trained, so the weights stay at their first version.
             version=lambda: 0,
             seed=config.seed,
             scoring=EpisodeScoring(reward=reward),

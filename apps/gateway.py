@@ -340,6 +340,7 @@ async def _adapters(config: Config, engines: Generator, settings: Generator.Conf
         check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
         return folder
 
+    # `find` also checks the adapters that requests load later.
     adapters = ServedAdapters(engines, find, folders=config.adapter_folders, max_adapters=config.max_adapters)
     for name, place in config.adapter_places.items():
         await adapters.add(name, place)

@@ -342,6 +342,7 @@ class SandboxServer:
     async def _open(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Open)
         limits = None if body.limits is None else limits_from_json(body.limits, self.config.limits)
+        # A session may reach only what the operator named, whatever its client asks for.
         if foreign_addresses := named_addresses(body.network) - named_addresses(self.config.network):
             raise ApiError(
                 403, f"not an address of --network: {visible(min(foreign_addresses))}", code="address_not_allowed"
@@ -379,6 +380,7 @@ class SandboxServer:
 
     async def _renew(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Renew)
+        # The answer names only sessions that are still open.
         names = [name for name in body.sessions if name in caller.sessions]
         for name in names:
             caller.sessions[name].until_s = time.monotonic() + self.config.lease_s
@@ -409,6 +411,7 @@ class SandboxServer:
 
     async def _fork(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
+        # A fork counts as one more session of the key.
         with self._use(caller, request) as lease, self._place(caller):
             return self._lease(caller, await lease.session.fork())
 
@@ -425,6 +428,7 @@ class SandboxServer:
         return JSONResponse({})
 
     async def _end(self, caller: _Caller, name: str, cause: str) -> None:
+        # Removed before it closes, so that no further request uses it, and only one caller closes it.
         lease = caller.sessions.pop(name, None)
         if lease is not None:
             self._ended.labels(cause).inc()
@@ -434,6 +438,7 @@ class SandboxServer:
     async def _sweep(self) -> None:
         """End the sessions whose leases have ended."""
         while True:
+            # Often enough that a short lease is exceeded by at most a quarter.
             await asyncio.sleep(min(_SWEEP_S, self.config.lease_s / 4))
             now_s = time.monotonic()
             late = [
@@ -460,6 +465,7 @@ async def _read(request: Request, kind: type[B]) -> B:
         ApiError: it is not JSON, or not of this kind.
     """
     try:
+        # Requests that need nothing, or leave all at its default, may have no body.
         return kind.model_validate_json(await request.body() or b"{}")
     except ValidationError as error:
         raise invalid(error) from None

@@ -103,6 +103,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         settings = replace(
             config.generator,
             max_loras=config.generator.max_loras or _LOADED,
+            # Engines must hold every adapter that the trainer can make.
             max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
         )
         check_decode_layout(folder, settings, engines=settings.replicas)
