@@ -42,23 +42,23 @@ class _ResidentAdapter:
     """This rank's part of A and B of every adapted module."""
     grads: list[torch.Tensor | None]
     results: RowResults = field(default_factory=lambda: RowResults(rows=0))
-    """Of the passes since the last step."""
+    """Results of the passes since the last step."""
     updates: int = 0
     planned: int = 0
-    """Number of passes, which the draws of dropout follow."""
+    """Number of passes so far, from which each draws its dropout."""
 
 
 class TitanAdapters:
-    """Named adapters of one engine's model, of which one at a time is in the model's parameters.
+    """Several named adapters over one model, whose parameters hold one adapter at a time.
 
         adapters = AdapterEngine(engine, folder)
         adapters.open("math", AdapterSettings(lora=LoRAConfig(rank=8), seed=1))
         adapters.run("math", minibatch, loss)
         adapters.step("math", AdamStep(lr=1e-4))
 
-    All adapters have the shape of the engine's own, which is the largest rank and all targets: the rows of A and the
-    columns of B past an adapter's rank, and both factors of a module that it does not target, are 0. Their gradients
-    are products with the other factor's zeros, so they stay 0.
+    All adapters are stored in the shape of the engine's own, with the largest rank and all targets. The rows of A and
+    columns of B past an adapter's rank are 0, and so are both factors of modules that it does not target. Their
+    gradients are products with the other factor's zeros, so they stay 0.
 
     Every rank makes the same calls in the same order. A failed call leaves weights, gradients, moments and counts of
     all adapters as they were.
@@ -83,13 +83,14 @@ class TitanAdapters:
         self._switch = engine.model.adapters
         self._largest = self._switch.lora
         self._trainings: dict[str, _ResidentAdapter] = {}
+        # The engine's own adapter is in the model from the start, so it holds no values of its own yet.
         self._initial = self._active = self._new(
             AdapterSettings(lora=self._largest, seed=self._switch.seed), engine.optimizer
         )
         self._active.updates, self._active.planned = engine.updates, engine.planned
 
     def open(self, name: str, settings: AdapterSettings) -> None:
-        """Add an adapter with first values from its seed, as in a training of its own.
+        """Add an adapter, with the same first values as if it were trained alone with this seed.
 
         Raises:
             ConfigError: the name is taken, or the rank or a target is not within the trainer's.
@@ -115,6 +116,7 @@ class TitanAdapters:
         settings = replace(settings, lora=replace(lora, dtype="float32"))
         training = self._new(settings, self._engine.new_optimizer())
         for parameter, (weight_name, module, kind) in zip(self._parameters(), self._factors(), strict=True):
+            # Every rank draws the whole factor and keeps its slice, so first values do not depend on the layout.
             full = torch.zeros(parameter.shape)
             if kind == ADAPTERS[0] and _is_target(weight_name, targets):
                 full[: lora.rank] = first_factor(module.adapter_name, (lora.rank, module.in_features), settings.seed)
@@ -151,10 +153,12 @@ class TitanAdapters:
         training, engine = self._training(name), self._engine
         self._activate(training)
         engine.onload()
+        # The pass's logprobs are part of its result, so scores are always kept.
         update = Update(minibatch=minibatch, loss=loss, keeps_scores=True)
         if not backward:
             with engine.forgetting_failures(keeps_gradients=True):
                 return self._score(update)
+        # The gradients of earlier passes are set aside: a failing pass loses only its own.
         earlier = self._take_gradients()
         try:
             with engine.forgetting_failures():
@@ -164,10 +168,12 @@ class TitanAdapters:
         except BaseException:
             self._put_gradients(earlier)
             raise
+        # A parameter that got no gradient in this pass keeps the earlier one.
         for parameter, grad in zip(self._parameters(), earlier, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         engine.planned += 1
+        # Routers' counts accumulate over all passes of a step, as gradients do.
         training.results.expert_counts += results.expert_counts
         training.results.rank_loads += results.rank_loads
         return PassResult(
@@ -200,6 +206,7 @@ class TitanAdapters:
             )
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):
             raise ConfigError("an adapter has two passes at a time", hint="run them in turn")
+        # Afterwards every named adapter holds its own tensors, which `_mixed_pass` makes leaves of.
         self.rest()  # the tensors of all others are then with them
         engine.onload()
         mixed = {
@@ -210,13 +217,14 @@ class TitanAdapters:
         with engine.forgetting_failures(keeps_gradients=True):
             run_mixed(engine, list(mixed.values()), engine.longest_row)
         names = [adapter_pass.name for adapter_pass in passes]
+        # An unknown name fails only its own pass.
         return [self._kept(mixed[name], self._trainings[name]) if name in mixed else _unknown(name) for name in names]
 
     def step(self, name: str, adam: AdamStep) -> dict[str, Value]:
         """Take an optimizer step with the gradients of the passes since the last one, and clear them.
 
         Raises:
-            ConfigError: there are none.
+            ConfigError: no pass has added a gradient since the last step.
         """
         training, engine = self._training(name), self._engine
         self._activate(training)
@@ -227,6 +235,7 @@ class TitanAdapters:
                 hint="run forward_backward before optim_step, and look at its error if it failed",
             )
         for group in engine.optimizer.param_groups:
+            # A step brings its own settings, whatever the optimizer was made with.
             group.update(betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay)
         metrics = engine.optimizer_step(training.results, lr=adam.lr, max_grad_norm=adam.max_grad_norm)
         training.results = RowResults(rows=0)
@@ -241,6 +250,7 @@ class TitanAdapters:
         self._activate(training)
         optimizer = self._engine.optimizer
         groups = {"values": [values_of(parameter) for parameter in self._parameters()]}
+        # AdamW creates its moments at the first step.
         if self._engine.updates:
             for moment in _MOMENTS:
                 groups[moment] = [values_of(optimizer.state[parameter][moment]) for parameter in self._parameters()]
@@ -259,6 +269,7 @@ class TitanAdapters:
             scale = training.settings.lora.scale
             state = AdapterState(scale=scale, updates=self._engine.updates, tensors=tensors)
             write_state(folder, state, training.settings, base=self._folder)
+        # The other ranks return only once the first one has written the files.
         if dist.get_world_size() > 1:
             dist.barrier()
 
@@ -287,6 +298,7 @@ class TitanAdapters:
             f"{module.adapter_name}/{factor}" if _is_target(weight_name, targets) else ""
             for weight_name, module, factor in self._factors()
         ]
+        # Everything is read and checked before the model is touched: a file that does not fit changes nothing.
         wholes = {kind: self._padded(state, kind, names, training.settings.lora.rank) for kind in state.tensors}
         self._activate(training)
         optimizer_state = self._engine.new_optimizer()
@@ -298,6 +310,7 @@ class TitanAdapters:
                 moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in _MOMENTS}
                 for kind, moment in moments.items():
                     values_of(moment).copy_(place.of(wholes[kind][index]))
+                # Fused AdamW expects the count on the weight's device.
                 step = torch.tensor(float(state.updates), device=values_of(parameter).device)
                 optimizer_state.state[parameter] = {"step": step, **moments}
         self._engine.optimizer = training.optimizer = optimizer_state
@@ -328,10 +341,12 @@ class TitanAdapters:
         parameters = self._parameters()
         active.grads = self._take_gradients()
         active.updates, active.planned, active.optimizer = engine.updates, engine.planned, engine.optimizer
+        # Copies made for the passes belong to the outgoing adapter: drop them before its tensors are swapped.
         reshard(engine.model)
         for parameter, values in zip(parameters, training.values, strict=True):
             if isinstance(parameter, DTensor):
                 active.values.append(values_of(parameter).clone())
+                # FSDP owns this memory, so values are copied into it rather than swapped.
                 values_of(parameter).copy_(values)
             else:
                 active.values.append(parameter.data)
@@ -364,6 +379,7 @@ class TitanAdapters:
                 if (grad := leaf.grad) is None:
                     continue
                 if isinstance(parameter, DTensor):
+                    # A leaf holds this rank's part; the parameter's gradient must be distributed like it.
                     grad = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, run_check=False)
                 earlier = training.grads[index]
                 training.grads[index] = grad if earlier is None else earlier.add_(grad)
@@ -382,6 +398,7 @@ class TitanAdapters:
     def _check_finite(self) -> None:
         """Raise LossError on all ranks if a gradient is not finite on one."""
         grads = [values_of(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        # A sum of absolute values is finite only if every element is, so one number per gradient is enough.
         sums = torch.stack([grad.abs().sum() for grad in grads])
         is_bad = (~sums.isfinite()).any().to(torch.int32)
         dist.all_reduce(is_bad, op=dist.ReduceOp.MAX)
@@ -396,6 +413,7 @@ class TitanAdapters:
         """Compute the loss and the logprobs of rows, without a gradient."""
         engine, measures, errors = self._engine, Measures(), list[ForgeError]()
         logprobs = []
+        # Counts of a minibatch add up to 1, as in `TitanEngine.forward_backward`.
         share = 1 / (max(1, len(update.minibatch.rows)) * engine.shares)
         for index, row in enumerate(update.minibatch.rows):
             device_row = engine.scorer.on_device(row)

@@ -32,7 +32,7 @@ class AdapterExport:
 
     lora: LoRAConfig
     names: Mapping[str, tuple[str, str]]
-    """For each key of a factor in the training state, the name of its adapter, see `FactorPair`, and the factor's."""
+    """For each factor's key in the training state: the name of its adapter, see `FactorPair`, and the factor's own."""
     quantization: BaseQuantization | None
     """Weights of the base that the model holds quantised; None if it holds all in full."""
 
@@ -62,6 +62,7 @@ class AdapterExport:
         blocks: dict[str, Block] = {}
         for key, metadata in index.state_dict_metadata.items():
             if key in self.names and isinstance(metadata, TensorStorageMetadata):
+                # Adapters are small, so one rank reads whole factors, whatever layout wrote them.
                 blocks[key] = Block.whole(torch.empty(metadata.size, dtype=metadata.properties.dtype))
         planner.set_up_planner(dict(blocks), index, is_coordinator=True)
         reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
@@ -69,6 +70,7 @@ class AdapterExport:
         for key, block in blocks.items():
             name, kind = self.names[key]
             assert isinstance(block.values, torch.Tensor)
+            # Rounded as in the passes, so that the files hold what was trained and published.
             factors.setdefault(name, {})[kind] = rounded_factor(block.values, self.lora).float()
         a_name, b_name = ADAPTERS
         with filled(folder) as place:

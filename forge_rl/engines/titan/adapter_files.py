@@ -1,4 +1,4 @@
-"""An adapter with its optimizer's state on disk: PEFT's files, and ours next to them."""
+"""An adapter with its optimizer's state on disk: PEFT's files, and forge_rl's own next to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forge_rl.models.adapters import Adapter, write_adapter
 from forge_rl.models.hf_folder import open_weights, read_object
 
 TRAINING, COUNTS = "training.safetensors", "training.json"
-"""Our files: the moments, and the settings and the number of updates."""
+"""forge_rl's own files: the moments; and the settings with the number of updates."""
 _HINT = "save the adapter again, or load an earlier checkpoint"
 
 
@@ -70,6 +70,7 @@ def write_state(folder: Path, state: AdapterState, settings: AdapterSettings, *,
         rslora=lora.rslora,
         dropout=lora.dropout,
     )
+    # Cuts of B are strided views, which safetensors refuses.
     moments = {
         f"{kind}/{name}": tensor.contiguous()
         for kind, tensors in state.tensors.items()
@@ -101,6 +102,7 @@ def read_state(folder: Path, *, with_optimizer: bool) -> AdapterState:
             raise CheckpointError(f"{folder} holds no optimizer's state", hint="load its weights alone")
         counts = read_object(folder / COUNTS, hint=_HINT)
         count = counts.get("updates")
+        # In Python, True is an int.
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 31:
             raise CheckpointError(f"{folder / COUNTS} has {count!r:.40} updates", hint=_HINT)
         updates = count

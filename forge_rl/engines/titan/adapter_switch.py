@@ -24,16 +24,18 @@ class AdapterSwitch:
     row: tuple[int, ...] = ()
     """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
     parts: Sequence[RowPart] = ()
-    """Parts of the current row, all of its tokens in order; empty if the whole row is of the adapter in the model."""
+    """Parts of the current row, which cover its tokens in order; empty if the model's own adapter acts on all of it."""
 
     def dropped(self, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
-        """Set a share of a module's inputs to 0, the same when the forward pass is recomputed; none if gradients are
+        """Drop out a share of a module's inputs, the same ones if the forward pass is recomputed; none if gradients are
         disabled."""
         share = self.lora.dropout
         if not share or not torch.is_grad_enabled():
             return inputs
         if inputs.is_meta:
+            # A plan draws nothing, but must keep the same tensors as the real product.
             return inputs * inputs.bool() / (1 - share)
+        # Seeded by row and module, so that recomputation in the backward pass draws the same mask.
         generator = torch.Generator(inputs.device)
         generator.manual_seed(derive_seed(self.seed, "dropout", self.row, module_name))
         mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
@@ -41,8 +43,8 @@ class AdapterSwitch:
 
 
 def rounded_factor(factor: torch.Tensor, lora: LoRAConfig) -> torch.Tensor:
-    """Return float32 values of A or B rounded to the settings' dtype, still in float32 and with the gradient of the
-    rounded values; others unchanged."""
+    """Round a float32 A or B to the settings' dtype, but keep it in float32 and pass its gradient through unrounded;
+    return factors of other dtypes unchanged."""
     if lora.dtype == "float32" or factor.dtype != torch.float32:
         return factor
     # Exact: the difference has no more bits than the factor. Gradients pass a sum without being rounded themselves.

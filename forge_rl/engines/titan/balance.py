@@ -1,4 +1,4 @@
-"""Splits a row's tokens between context-parallel ranks so that attention takes each of them about the same work."""
+"""Splits a row's tokens between context-parallel ranks so that attention costs each of them about the same work."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Split:
     heaviest: int
     """Attention work of the rank with the most, see `attention_work`."""
     plain: int
-    """What `heaviest` would be if each rank had a contiguous part of the row."""
+    """`heaviest`, if each rank had a contiguous part of the row."""
     mean: float
-    """Attention work of the mean rank."""
+    """Mean attention work of a rank."""
 
     @property
     def order(self) -> torch.Tensor | None:
@@ -42,6 +42,7 @@ class Split:
 
 def attention_work(row: Row, architecture: Architecture) -> torch.Tensor:
     """Return the number of keys that each token of a row attends to, summed over layers, `[L]` int64."""
+    # A token sees everything up to itself, except keys whose `until` has passed: those are in other branches.
     end_counts = torch.zeros(len(row) + 1, dtype=torch.int64)
     end_counts.index_add_(0, row.until.long(), torch.ones(len(row), dtype=torch.int64))
     attended_keys = torch.arange(1, len(row) + 1) - end_counts[:-1].cumsum(0)
@@ -67,20 +68,22 @@ def split_row(row: Row, ranks: int, balancer: LoadBalancer, architecture: Archit
     work = attention_work(row, architecture)
     mean = float(work.sum()) / ranks
     splits = {name: (tokens, int(work[tokens].sum(1).max())) for name, tokens in _splits(work, ranks)}
-    # An order that saves less than a percent is not worth that its keys and values are copied.
+    # Reordering copies keys and values, which is not worth saving less than a percent. On a tie, "none" wins, as it
+    # comes first.
     choice = min(splits, key=lambda name: round(splits[name][1] / mean, 2)) if balancer == "auto" else balancer
     tokens, heaviest = splits[choice]
     return Split(tokens=tokens, heaviest=heaviest, plain=splits["none"][1], mean=mean)
 
 
 def _splits(work: torch.Tensor, ranks: int) -> Iterator[tuple[LoadBalancer, torch.Tensor]]:
-    """Yield the tokens of each rank, [ranks, L / ranks], by each balancer."""
+    """Yield each balancer's name, and how it assigns tokens to ranks, [ranks, L / ranks]."""
     share = len(work) // ranks
     yield "none", torch.arange(len(work)).view(ranks, share)
     heads = torch.arange(ranks)
     yield "headtail", _tokens(torch.stack([heads, 2 * ranks - 1 - heads], dim=1), share)
     parts = max(min(_LEAST_BLOCKS, share), -(-share // _BLOCK[device_type()]))
     size = share // parts
+    # Tokens that fill no block are few, and left out of the balance.
     block_work = work[: ranks * parts * size].view(-1, size).sum(1)
     yield "ptrr", _tokens(_PTRRLoadBalancer.ptrr_scheduling(block_work, ranks), share)
 

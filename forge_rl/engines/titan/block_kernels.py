@@ -1,8 +1,8 @@
-"""What is between a block's products, in few passes over a GPU's memory: norms with the residual, q and k, SwiGLU.
+"""The operations between a block's products, in few passes over a GPU's memory: norms with the residual, RoPE, SwiGLU.
 
-Each pass is one kernel, in Triton, and an operation of torch's, so that plans and counts see it on the meta device.
-torch's own operations take about three times as many kernels and bytes. Sums are in float32, and results are rounded
-where torch's own are.
+Each pass is one kernel, in Triton, and an operation of torch's, so plans and counts see it on the meta device. torch's
+own operations take about three times as many kernels and bytes. Sums are in float32, and results are rounded where
+torch's own are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PROGRAMS = 528
 """Programs that share the tokens of a gradient: four for each multiprocessor of an H100. Each adds up its part of the
 weight's gradient."""
 _ELEMENTS = 4096
-"""Elements of a program of SwiGLU."""
+"""Elements that one program of SwiGLU computes."""
 
 
 def has_kernels(x: torch.Tensor, kernel: str) -> bool:
-    """Return whether a kernel of `system.kernels` that is on runs on a tensor like x: on CUDA in float32 or narrower,
-    and in plans for it."""
+    """Return whether a kernel of `system.kernels` is on and runs on tensors like x: on CUDA, in float32 or narrower, or
+    in a plan for CUDA."""
     on_gpu = x.is_cuda or (x.is_meta and device_type() == "cuda")
     return on_gpu and type(x) is torch.Tensor and x.dtype.itemsize <= 4 and is_on(kernel)
 
@@ -66,6 +66,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed, inverses = _add_norm(x, delta, weight, eps)
         ctx.adds, ctx.place = delta is not None, sum_place(weight)
+        # Saved is what was normalised: with a residual, the sum.
         ctx.save_for_backward(total if ctx.adds else x, weight, inverses)
         ctx.set_materialize_grads(False)
         return (total if ctx.adds else x.view_as(x)), normed
@@ -75,10 +76,13 @@ class _AddNorm(torch.autograd.Function):
     def backward(
         ctx: Any, grad_total: torch.Tensor | None, grad: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:
+        # Only the sum was used, so the residual's gradient passes through.
         if grad is None:
             return grad_total, grad_total if ctx.adds else None, None, None
         total, weight, inverses = ctx.saved_tensors
+        # Gradient of the residual path; the kernel adds it to the norm's in the same pass.
         residual = None if grad_total is None else grad_total.contiguous()
+        # Each program writes its part of the weight's gradient; atomic additions would make the sum's order vary.
         parts = room_for_parts((ctx.place,), (weight,), programs_of(inverses.numel()))
         grad_x = _norm_gradient(total, weight, inverses, grad.contiguous(), residual, parts)
         (grad_weight,) = summed_parts(parts, (ctx.place,), (weight,)) if ctx.needs_input_grad[2] else (None,)
@@ -90,6 +94,7 @@ class _NormRoPE(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, cache: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        # A rotation alone has a gradient that does not depend on x.
         ctx.save_for_backward(None if weight is None else x, weight, cache)
         ctx.eps, ctx.place = eps, sum_place(weight)
         out: torch.Tensor = rotated_heads(x.contiguous(), (weight, None), cache, x.shape[-2], eps)
@@ -125,6 +130,7 @@ class _KernelSwiGLU(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         a, b = ctx.saved_tensors
+        # One kernel writes both gradients into the halves of a tensor.
         return tuple(swiglu_gradient(a.contiguous(), b.contiguous(), grad.contiguous()).chunk(2, dim=-1))
 
 
@@ -151,6 +157,7 @@ def _add_norm(
 def _add_norm_outputs(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # An operation has the same outputs in every call, so a missing sum is an empty tensor.
     total = x.new_empty(0) if delta is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     inverses = x.new_empty(x.shape[:-1], dtype=torch.float32)
     return total, torch.empty_like(x, memory_format=torch.contiguous_format), inverses
@@ -193,7 +200,7 @@ def _(
 
 
 NormWeights = tuple[torch.Tensor | None, torch.Tensor | None]
-"""Of the norms of a token's first heads, and of its others; None without a norm, or without other heads."""
+"""Weights of the norms of a token's first heads and of its other heads; None without a norm, or without other heads."""
 
 
 def rotated_heads(
@@ -218,12 +225,12 @@ def heads_gradient(
     parts: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Return the gradient by the heads that `rotated_heads` got, and write parts of that by the weights.
+    """Return the gradient by the input of `rotated_heads`, and write partial sums of the weights' gradients to `parts`.
 
     Args:
-        x: as `rotated_heads` got it; None without weights.
-        grads: by the first heads, the others, and heads behind them that were not rotated, whose gradient is copied;
-            contiguous, [1, L, n, head_dim] each.
+        x: the input of `rotated_heads`; None without weights.
+        grads: gradients by the first heads, by the others, and by the heads that were only copied; contiguous,
+            [1, L, n, head_dim] each.
         parts: [programs, head_dim, or twice that with other heads] float32; None without weights.
     """
     grad_x: torch.Tensor = _norm_rope_gradient(x, weights, cache.contiguous(), grads, parts, eps)
@@ -281,7 +288,9 @@ def _norm_rope_gradient(
 
     grad_x = _all_heads(grads)
     tokens, dim = grad_x.shape[1], grad_x.shape[-1]
+    # Counts of heads follow from the gradients' shapes; None means none of that kind.
     first, num_others, copied = (0 if grad is None else grad.shape[-2] for grad in grads)
+    # Without norms there are no parts, and any number of programs will do.
     programs, stride = (programs_of(tokens), 0) if parts is None else (len(parts), parts.stride(0))
     norm_rope_gradient_kernel[(programs,)](
         *(x, *weights, cache, *grads, grad_x, parts, tokens),
@@ -317,7 +326,7 @@ def _all_heads(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 @torch.library.custom_op("forge_rl::swiglu", mutates_args=())
 def swiglu_values(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return silu(a) b, contiguous; a and b are [..., width], as are the halves of a tensor."""
+    """Return silu(a) b, contiguous; a and b are [..., width], and may be the two halves of one tensor."""
     from forge_rl.engines.titan.triton_blocks import swiglu_kernel
 
     out = torch.empty_like(a, memory_format=torch.contiguous_format)

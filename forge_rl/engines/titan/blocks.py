@@ -39,7 +39,7 @@ class Block:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor_slice: TensorSlice
-    """Slice of the whole tensor that the values are."""
+    """The slice of the whole tensor that `values` holds."""
     values: torch.Tensor | Moment | HostCopy
     """The slice's values, a moment to read them from, or a copy of them, to be written."""
 
@@ -54,6 +54,7 @@ class Block:
         return torch.Size(self.shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A rank without elements of a tensor neither writes nor reads it.
         return [_chunk(self.tensor_slice)] if self.tensor_slice.numel else []
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
@@ -74,6 +75,7 @@ def copied(state: Mapping[str, Block]) -> dict[str, Block]:
     for name, block in state.items():
         values = block.values
         assert not isinstance(values, HostCopy), f"{name} is copied already"
+        # Saved in float32 whatever the stored dtype, so that another layout can read any slice of it.
         if isinstance(values, Moment):
             values = values.read().view(block.tensor_slice.size)
         host_state[name] = replace(block, values=copies.of(values))
@@ -117,12 +119,14 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
     """
     _check_trained(model, optimizer)
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
+    # All trained weights have taken the same number of steps, so the last one's count stands for all.
     steps = torch.tensor(0.0)
     for name, parameter in named_parameters(model):
         tensors: dict[str, torch.Tensor | Moment] = {f"model.{name}": parameter}
         if parameter.requires_grad:
             tensors |= {f"{key}.{name}": moment for key, moment in _moments(optimizer, parameter).items()}
             steps = optimizer.state[parameter]["step"].detach().clone().cpu()
+        # Moments are sharded like their weight, so they share its slice.
         shape, local_slice = tuple(parameter.shape), slice_of(parameter)
         for key, tensor in tensors.items():
             values = tensor if isinstance(tensor, Moment) else values_of(tensor)
@@ -144,6 +148,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mappi
 
 def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise CheckpointError unless each weight belongs to the optimizer, or is frozen, and has the right dtype."""
+    # Between the passes of an interrupted step, gathered weights or low-precision copies stand in for the real ones.
     optimizer_weights = {id(weight): weight for group in optimizer.param_groups for weight in group["params"]}
     dtypes = {weight.dtype for weight in optimizer_weights.values()}
     mismatches = [

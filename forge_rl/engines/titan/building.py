@@ -31,9 +31,9 @@ class LoadedModel(NamedTuple):
 
     model: PolicyModel | GeneralModel
     specs: tuple[TensorSpec, ...]
-    """The tensors of this rank's stage, as they are published."""
+    """Specs of all tensors that the whole model publishes, whichever stage this rank holds."""
     parameters: int
-    """Number of parameters of this rank's stage, over all ranks that share it."""
+    """Number of the whole model's parameters, over all ranks and stages."""
 
 
 def load_model(
@@ -46,19 +46,24 @@ def load_model(
     values: bool,
     frozen: bool = False,
 ) -> LoadedModel:
-    """Build a model and load its weights; a frozen one has them in the dtype of the forward pass."""
+    """Build a model and load its weights; a frozen one holds them in the dtype of the forward pass."""
     dtype = resolve_dtype(settings.dtype)
     state_dtype = torch.promote_types(dtype, torch.float32)
+    # A single rank casts float32 masters itself, see `MasterWeights`, which is cheaper than FSDP's casts. CPU offload
+    # is part of FSDP, so it needs FSDP even on one rank.
     is_alone = dist.get_world_size() == 1 and not settings.enable_cpu_offload
     is_sharded, is_cast = not is_alone, is_alone and dtype != state_dtype
     state_device = torch.device("cpu") if settings.enable_cpu_offload else device
     model: PolicyModel | GeneralModel
     if architecture.family.general:
+        # `build_general` puts the weights on the meta device itself; buffers that transformers computes need real
+        # memory.
         with set_default_dtype(state_dtype):
             model = build_general(architecture, settings, values=values)
     else:
         with torch.device("meta" if is_sharded or is_cast else device), set_default_dtype(state_dtype):
             model = build_model(architecture, settings, values=values)
+    # Only trained weights need float32; frozen ones are held in the dtype of the passes.
     if frozen or model.adapters is not None:
         for parameter in model.parameters():
             if (frozen or not parameter.requires_grad) and parameter.is_floating_point():
@@ -67,6 +72,7 @@ def load_model(
         model.steers = settings.expert_balance == "bias"
         if model.adapters is None:
             freeze(model, settings.frozen)
+    # Taken before `apply` cuts out this rank's stage: one rank's specs describe the versions of all stages.
     published, parameters = published_specs(model), parameter_count(model)
     if is_sharded:
         parallelism.apply(model, dtype=dtype)
@@ -74,10 +80,12 @@ def load_model(
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
     if is_sharded or is_cast or isinstance(model, GeneralModel):
         model.to_empty(device=state_device)
+    # Buffers first: loading fills some of them, such as the biases that choose experts.
     with torch.no_grad():
         model.init_states()
     load_weights(model, folder, tied=model.enable_weight_tying)
     init_adapters(model)
+    # Under CPU offload, only weights stay in host memory; the passes read buffers on the device.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -89,7 +97,7 @@ def load_model(
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
-    """Make an optimizer of a model's weights, whose state it creates at the first step."""
+    """Make an optimizer for a model's trained weights; it creates its state at the first step."""
     optimizer, kind = settings.optimizer, settings.optimizer_state
     betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay
     groups = [

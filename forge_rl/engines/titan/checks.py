@@ -87,7 +87,7 @@ def _matmul_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def all_reduce_rate(rank: int, ranks: int, address: str, port: int, size: int) -> float:
-    """Sum a tensor of `size` bytes over one rank on each host; return bytes per second and rank, of its sum's size.
+    """Sum a tensor of `size` bytes over one rank on each host; return the bytes that each rank sums per second.
 
     Raises:
         ConfigError: the ranks cannot meet.
@@ -108,6 +108,7 @@ def all_reduce_rate(rank: int, ranks: int, address: str, port: int, size: int) -
 
 
 def _median_s(work: Callable[[], None]) -> float:
+    # Untimed: the first call allocates and connects.
     work()
     times = []
     for _ in range(_REPEATS):

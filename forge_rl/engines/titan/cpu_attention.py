@@ -18,7 +18,7 @@ MASK_BYTES = 32 << 20
 _BRANCHED_QUERIES = 256
 """Maximum queries of a block where segments branch, so that it sees few keys of other segments."""
 _FEW_KEYS = 0.75
-"""Share of the keys up to a block's end, below which those that it sees are copied."""
+"""A block that sees a smaller share of the keys up to its end copies the visible ones."""
 _LEAST_BLOCK = 512
 """Minimum tokens of a block on the diagonal of a causal mask that is computed in blocks."""
 _GROUP_BYTES = 8 << 20
@@ -40,10 +40,9 @@ class TreeMask:
     until: torch.Tensor
     """[m] int32, end of the positions that see each key, counted from `first`; see `Row.until`."""
     queries: int
-    """Number of queries, the last of the m positions."""
+    """Number of queries, which are the last of the m positions."""
     branched: bool
-    """False if no two positions have different continuations: a query then sees all earlier keys, or those in its
-    window."""
+    """False if the tree is a single sequence: a query then sees all earlier keys, or those in its window."""
     positions: torch.Tensor
     """[m] int64, position of each key in its own segment; see `Row.positions`."""
     window: int | None = None
@@ -55,7 +54,7 @@ class TreeMask:
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
         """Yield blocks of queries, the keys that they may see, and the bias on their scores, [n, m] of `dtype`.
 
-        A bias of None is the causal mask of all queries, the last of the keys.
+        A bias of None stands for a causal mask, with the queries as the last of the keys' tokens.
         """
         keys = len(self.until)
         if not self.branched and (self.window is None or keys <= self.window):
@@ -66,6 +65,7 @@ class TreeMask:
             return
         cached_blocks: list[tuple[slice, Keys, torch.Tensor]] | None = []
         free_bytes = self.kept_bytes
+        # Blocks are yielded as they are made, and kept until it turns out that all of them together are too large.
         for block in self._blocks(dtype):
             yield block
             free_bytes -= block[2].nbytes
@@ -78,6 +78,7 @@ class TreeMask:
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor]]:
         keys, offset = len(self.until), len(self.until) - self.queries
+        # As many queries as keep one block's bias within MASK_BYTES.
         rows = max(1, MASK_BYTES // (keys * dtype.itemsize))
         if self.branched:
             rows = min(rows, _BRANCHED_QUERIES)
@@ -91,12 +92,14 @@ class TreeMask:
         if not self.branched:
             return slice(0, end)
         visible_keys = (self.until[:end] > first).nonzero()[:, 0]
+        # Indexing copies the keys, which pays off only if enough of them are left out.
         return visible_keys if len(visible_keys) < _FEW_KEYS * end else slice(0, end)
 
     def _bias(self, first: int, end: int, visible_keys: Keys, dtype: torch.dtype) -> torch.Tensor:
         """Return 0 where a query in [first, end) sees a key, else -inf, `[1, 1, end - first, keys]`."""
         index = torch.arange(end, device=self.until.device)
         query, key = index[first:, None], index[visible_keys]
+        # Two kinds of keys are hidden: later tokens, and tokens of other branches, whose visibility ends at `until`.
         hidden = (key > query) | (query >= self.until[visible_keys])
         if self.window is not None:
             hidden |= self.positions[first:end, None] - self.positions[visible_keys] >= self.window
@@ -167,8 +170,8 @@ def attend_trees(
 
     Args:
         q: [1, heads, L, head_dim].
-        k: [1, key heads, M, head_dim], of the whole row; key heads must divide heads.
-        v: [1, key heads, M, width], of the whole row.
+        k: keys of the whole row, [1, key heads, M, head_dim]; key heads must divide heads.
+        v: values of the whole row, [1, key heads, M, width].
         masks: masks of the trees that contain the queries.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
     """
@@ -216,8 +219,8 @@ def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iter
 
 
 def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_AttentionPiece]:
-    """Yield the pieces of a causal mask of queries that are the last of the keys' tokens: blocks on the diagonal, and
-    all keys before each.
+    """Yield the pieces of a causal mask whose queries are the last of the keys' tokens: blocks on the diagonal, and for
+    each block all keys before it.
 
     The kernel divides whole heads among threads in its backward pass. So there are as many blocks, of equal work, as
     keep all threads busy: one if the heads already do.
@@ -225,6 +228,7 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
     length, key_offset = queries.stop - queries.start, keys.stop - queries.stop
     blocks = max(1, min(_parts(heads), length // _LEAST_BLOCK))
     size, rest = divmod(length, blocks)
+    # The remainder comes first, as one shorter block; all other blocks have equal length and run in one call.
     for first, block_length, count in ((queries.start, rest, 1), (queries.start + rest, size, blocks)):
         if not block_length:
             continue
@@ -238,7 +242,7 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
 
 
 def _parts(heads: int) -> int:
-    """Return in how many parts to split the queries of so many heads to divide them evenly among threads."""
+    """Return how many parts to split queries into, so that parts times heads divide evenly among threads."""
     threads = torch.get_num_threads()
     return threads // math.gcd(threads, heads)
 
@@ -252,6 +256,7 @@ def _groups(
         group = slice(first, first + piece.group)
         heads = slice(first * repeats, group.stop * repeats)
         keys, values = (x[:, group, piece.keys] for x in (k, v))
+        # The query heads of a single key head can share a view of it; several heads need copies.
         if piece.group == 1:
             yield heads, group, keys.expand(-1, repeats, -1, -1), values.expand(-1, repeats, -1, -1)
         else:
@@ -282,6 +287,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 piece_out, piece_sums = _attend(queries, keys, values, 0.0, causal, attn_mask=piece.bias, scale=scale)
                 out_view, sums_view = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
                 if piece.merges:
+                    # Attention over disjoint sets of keys merges by logsumexp: with s = log(e^s_1 + e^s_2),
+                    # out = e^(s_1 - s) out_1 + e^(s_2 - s) out_2.
                     merged_sums = torch.logaddexp(sums_view, piece_sums)
                     out_view.mul_((sums_view - merged_sums).exp_()[..., None]).addcmul_(
                         piece_out, (piece_sums - merged_sums).exp_()[..., None]
@@ -292,6 +299,7 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 sums_view.copy_(piece_sums)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.masks, ctx.scale = masks, scale
+        # Only attention sinks have a gradient for the logsumexp; None spares the others the extra column in `backward`.
         ctx.set_materialize_grads(False)
         return out, sums
 
@@ -314,6 +322,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
             keys, causal = piece.keys, piece.diagonals > 0
             for heads, group, *keys_values in _groups(q, k, v, piece):
                 query_tensors = [x[:, heads, piece.queries] for x in (grad, q, out, sums)]
+                # The backward kernel hands whole heads to threads. Splitting the queries into parts acts like more
+                # heads.
                 parts = piece.diagonals or _parts(query_tensors[0].shape[1])
                 if query_tensors[0].shape[2] % parts:
                     parts = 1
@@ -328,6 +338,8 @@ class _TreeAttentionFunction(torch.autograd.Function):
                 grad_q_view = _folded(grad_q[:, heads, piece.queries], parts)
                 grad_q_view.add_(piece_grad_q) if piece.merges else grad_q_view.copy_(piece_grad_q)
                 for grad_kv, piece_grad_kv in zip((grad_k, grad_v), piece_grads_kv, strict=True):
+                    # [parts, key heads, query heads per key head, keys, width]: key heads sum over their query heads,
+                    # and over parts if these see the same keys.
                     head_grads = piece_grad_kv.unflatten(1, (piece.group, -1))
                     if causal:
                         _folded(grad_kv[:, group, keys], parts).add_(head_grads.sum(2))

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward network that keeps and reads little: our kernel on CUDA, on CPU a manual gradient."""
+"""SwiGLU feed-forward network that keeps and reads little: a Triton kernel on CUDA, a manual gradient on CPU."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def _gate_gradients(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> tup
         rows = max(rows, a.numel() // a.shape[-1] // _TRACED)
     for a_rows, b_rows, grad_rows in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
         slope = grad_rows * b_rows
+        # The order matters: b's gradient needs a, which the next line overwrites, and `slope` has already read b.
         torch.mul(grad_rows, nn.functional.silu(a_rows), out=b_rows)
         torch.ops.aten.silu_backward.grad_input(slope, a_rows, grad_input=a_rows)
     return a, b

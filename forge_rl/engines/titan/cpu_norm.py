@@ -1,4 +1,4 @@
-"""RMSNorm that keeps and reads little: our kernel on CUDA, and on CPU, where torch has none, a manual gradient."""
+"""RMSNorm that keeps and reads little: a Triton kernel on CUDA, and a manual gradient on CPU, where torch has none."""
 
 from __future__ import annotations
 
@@ -52,5 +52,6 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad * x).flatten(0, -2)
         dots = products.mv(weight).view_as(inverse)
         grad_weight = products.t().mv(inverse.flatten()) if ctx.needs_input_grad[1] else None
+        # Nothing reads the products again, so the result takes their memory.
         grad_x = torch.mul(grad, weight, out=products.view_as(x)).mul_(inverse)
         return grad_x.addcmul_(x, inverse.pow(3).mul_(dots).div_(-x.shape[-1])), grad_weight, None

@@ -36,8 +36,8 @@ def shards_of_own_host(
         device: device of the process group's tensors.
 
     Returns:
-        Shards of buckets on this rank's host: its own, as they are, and received ones in their published dtype. Over
-            all ranks they are the same as before.
+        Shards of the buckets on this rank's host: its own unchanged, and received ones in their published dtype. Over
+            all ranks, every shard is there exactly once, as before.
     """
     rank = dist.get_rank()
     host_of = {bucket.key: bucket.host for bucket in drafted.written}
@@ -48,7 +48,9 @@ def shards_of_own_host(
         if host_of[entry.bucket] == hosts[rank]:
             host_shards.append(shard)
         else:
+            # Kept by bucket, so that each round sends the buckets of its own.
             leaving[entry.bucket].append((index_of[entry.name], entry, shard))
+    # All ranks take part in every round, also those with nothing to send.
     for buckets in _rounds(drafted.written):
         rank_shards: _Leaving = defaultdict(list)
         for bucket in buckets:
@@ -71,7 +73,8 @@ def _rounds(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
 
 
 def _counterpart(rank: int, hosts: Sequence[str], host: str) -> int:
-    """Return the rank on another host that has this rank's place there."""
+    """Return this rank's counterpart on another host."""
+    # Ranks of one host send to different ranks of another, which spreads the load.
     local_rank = hosts[:rank].count(hosts[rank])
     peers = [peer for peer, peer_host in enumerate(hosts) if peer_host == host]
     return peers[local_rank % len(peers)]
@@ -81,11 +84,13 @@ def _exchange(drafted: Manifest, leaving: _Leaving, device: torch.device) -> lis
     """Send shards to other ranks, and return those received, as views of one message."""
     world = dist.get_world_size()
     headers, messages = list[list[int]](), list[torch.Tensor]()
+    # A header names each shard's tensor, start and size, from which the receiver knows how to cut the message.
     for rank in range(world):
         shards = leaving.get(rank, [])
         headers.append([n for index, _, s in shards for n in (index, *s.tensor_slice.start, *s.tensor_slice.size)])
         parts = [_bytes_of(shard.values.detach().to(device, entry.torch_dtype)) for _, entry, shard in shards]
         messages.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device))
+    # Sizes first, so that every rank can allocate what it receives.
     counts = torch.tensor([[len(h), len(m)] for h, m in zip(headers, messages, strict=True)], device=device)
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(received_counts, counts)
@@ -118,4 +123,5 @@ def _read(drafted: Manifest, header: list[int], message: torch.Tensor) -> Iterat
         length = replace(entry, shape=tensor_slice.size).bytes
         values = message[offset : offset + length].view(entry.torch_dtype).view(tensor_slice.size)
         yield LocalShard(name=entry.name, tensor_slice=tensor_slice, values=values)
+        # A header entry is the tensor's index, then a start and a size for each dim.
         position, offset = position + 1 + 2 * dims, offset + length + -length % _ALIGN

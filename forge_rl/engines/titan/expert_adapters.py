@@ -18,7 +18,7 @@ from forge_rl.engines.titan.expert_products import expert_linear
 from forge_rl.engines.titan.shards import ADAPTERS
 
 _ALIGNED_BYTES = 16
-"""Grouped products on a GPU need rows of a multiple of so many bytes, and a small rank has fewer."""
+"""Grouped products on a GPU need rows of a multiple of this many bytes; a small rank's are shorter."""
 
 
 def adapt_experts(module: Any, switch: AdapterSwitch, rank: int) -> None:
@@ -69,9 +69,11 @@ def expert_sum(
         return out
     a, b = (rounded_factor(factor, module.adapters.lora) for factor in factors)
     rank = a.shape[1]
+    # Zero columns in A and B leave their product unchanged.
     padding = 0 if x.dtype == torch.float64 else -rank % (_ALIGNED_BYTES // x.element_size())
     if padding:
         a, b = nn.functional.pad(a, (0, 0, 0, padding)), nn.functional.pad(b, (0, padding))
+    # The scale belongs to the adapter's own rank, without the padding.
     scale: float = module.adapters.lora.scale_of(rank)
     return out + scale * expert_linear(expert_linear(x, a, ends), b, ends)
 
@@ -93,9 +95,10 @@ def _general_forward(
 ) -> torch.Tensor:
     """Compute transformers' experts with their adapters: [T, dim], from [T, dim] and [T, k] ids and weights.
 
-    An id past the last expert stands for one of another rank.
+    An id past the last expert stands for an expert of another rank.
     """
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
+    # Such ids sort to the end, and are dropped. On the meta device they cannot be counted, so a plan keeps all rows.
     if module._is_expert_parallel and not hidden.is_meta:
         order = order[: int((sorted_ids < module.num_experts).sum())]
         sorted_ids = sorted_ids[: len(order)]

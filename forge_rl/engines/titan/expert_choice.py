@@ -25,9 +25,9 @@ class ChoiceRule(NamedTuple):
 def chosen_experts(
     logits: torch.Tensor, bias: torch.Tensor | None, rule: ChoiceRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights, float32, and ids, int64, of each token's experts, [T, K] each, by falling score.
+    """Return the weights, [T, K] float32, and ids, [T, K] int64, of each token's experts, highest score first.
 
-    Logits that are NaN come first. Of equal scores, the expert with the smaller id comes first.
+    NaN ranks above all numbers. Among equal scores, the expert with the smaller id comes first.
 
     Args:
         logits: [T, E] float32.
@@ -44,6 +44,7 @@ class _ChosenExperts(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.contiguous()
         weights, expert_ids = _choose(logits, None if bias is None else bias.contiguous(), *rule)
+        # The scores are recomputed from the logits: one less [T, E] tensor is kept.
         ctx.save_for_backward(logits, expert_ids)
         ctx.rule = rule
         ctx.mark_non_differentiable(expert_ids)
@@ -66,6 +67,7 @@ def _choose(
     block = power_of_two(experts)
     choice_kernel[(tokens,)](
         *(logits, bias, weights, expert_ids, experts, top_k, scale),
+        # Stride 0 lets all tokens read the same bias.
         bias_stride=experts if bias is not None and bias.ndim == 2 else 0,
         BIASED=bias is not None,
         SIGMOID=is_sigmoid,

@@ -1,8 +1,8 @@
 """Linear layers of experts over rows sorted by expert, whose backward passes add weights' gradients up without a copy.
 
-The results and the rows' gradients are torch's grouped products. torch's cannot add to their output, so that a
-weight's gradient is a product in Triton, which adds to the float32 sum. Biases are added, and their gradients summed,
-by the expert of each row, without an index of rows.
+Results and the rows' gradients come from torch's grouped products. These cannot add to their output, so a weight's
+gradient is a product in Triton, which adds to the float32 sum. Biases are added, and their gradients summed, by each
+row's expert, without an index of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def expert_linear(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
     """Multiply rows, [R, inputs], by their experts' weights, [E, outputs, inputs]: [R, outputs].
 
     Args:
-        ends: [E] int32, the end of each expert's rows; rows behind the last belong to none, and their results and
+        ends: [E] int32, the end of each expert's rows; rows past the last end belong to none, and their results and
             gradients are undefined.
     """
     out: torch.Tensor = _ExpertLinear.apply(x, weight, ends)
@@ -64,6 +64,7 @@ class _ExpertLinear(torch.autograd.Function):
             return grad_x, None, None
         if ctx.place is None:
             return grad_x, weight_gradient(grad, x, ends, weight.dtype), None
+        # Joint weights have a sum each: along dim 1, parts of a common one would not be contiguous.
         for place, part in ctx.place.parts(grad):
             _add_gradient(place, part, x, ends)
         return grad_x, None, None
@@ -74,6 +75,7 @@ class _ExpertBias(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, shares: int) -> torch.Tensor:
         ctx.save_for_backward(ends)
         ctx.place, ctx.dtype = sum_place(bias), bias.dtype
+        # The product that made x does not need it for its backward pass, so it can be overwritten.
         ctx.mark_dirty(x)
         if has_kernels(x, "experts"):
             _add_bias(x, bias.contiguous(), ends, shares)
@@ -92,6 +94,7 @@ class _ExpertBias(torch.autograd.Function):
                 grad, ends, ctx.dtype if ctx.place is None else ctx.place.sum.dtype
             )
         else:
+            # The extra last row collects gradients of rows that belong to no expert, and is cut off.
             bias_grad = grad.new_zeros(len(ends) + 1, grad.shape[1])
             bias_grad = bias_grad.index_put_((_row_experts(len(grad), ends, len(ends)),), grad, accumulate=True)[:-1]
             bias_grad = bias_grad.to(ctx.dtype)

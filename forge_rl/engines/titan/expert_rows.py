@@ -13,12 +13,13 @@ import torch
 from forge_rl.engines.titan.block_kernels import power_of_two, warps
 
 _ELEMENTS = 4096
-"""Elements of a program of an activation."""
+"""Elements of an activation that one program computes."""
 
 
 def places_of(expert_ids: torch.Tensor) -> torch.Tensor:
-    """Return where each token's rows are once they are sorted by expert, [T, K] int64, from its experts, [T, K]."""
+    """Return the row of each token's K choices once all rows are sorted by expert, [T, K] int64, given its experts."""
     order = expert_ids.flatten().argsort(stable=True)
+    # The sort's inverse: it maps a token's choice to its row, not a row to its choice.
     rows = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, rows).view(expert_ids.shape)
 
@@ -52,6 +53,7 @@ class _SpreadRows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (places,) = ctx.saved_tensors
+        # The transpose of a copy to several places is a sum over them, here without scores as weights.
         return _sum_rows(grad.contiguous(), None, places), None
 
 

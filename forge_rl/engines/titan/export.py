@@ -64,7 +64,8 @@ class Export:
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
         file_bytes: maximum size of a file; a larger weight gets its own.
         valued: the weights are a value model's.
-        copies: weights of the training state that are in host memory, by their names there, which are not read again.
+        copies: weights of the training state that are still in host memory, by their names there; these are not
+            read again.
 
     Raises:
         OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.
@@ -95,6 +96,7 @@ class Export:
         regions = list(self._regions(file_bytes))
         for item in (*regions, *(() if valued else self._carried(regions))):
             size = self._bytes(item)
+            # Items fill files in a fixed order, so every process arrives at the same plan.
             if size > free_bytes:
                 self._files.append([])
                 free_bytes = file_bytes
@@ -103,6 +105,7 @@ class Export:
 
     def write(self, folder: Folder, *, rank: int = 0, ranks: int = 1) -> None:
         """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
+        # Files are dealt out in turn; no rank needs to know what the others write.
         for index in range(rank, len(self._files), ranks):
             tensors: dict[str, torch.Tensor] = {}
             for item in self._files[index]:
@@ -122,6 +125,7 @@ class Export:
             if next(self._parts(name, shape)).index is not None:  # a stack, which may be split between experts
                 row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
                 rows = max(1, file_bytes // row_bytes)
+            # A stack that exceeds a file is exported in runs of experts.
             for first in range(0, shape[0], rows) if rows else [0]:
                 start = (first, *(0 for _ in shape[1:])) if shape else ()
                 size = (min(rows, shape[0] - first), *shape[1:]) if rows else shape
@@ -131,6 +135,7 @@ class Export:
         """List the source's tensors that are not trained, except buffers and the copy of a tied head."""
         files = tensor_files(self._source)
         trained = {part.name for region in regions for part in self._parts_of(region)}
+        # Sorted, as every process must assign them to the same files.
         untrained_names = [name for name in sorted(files.keys() - trained - _REDUNDANT) if not name.endswith(_BUFFER)]
         for path in sorted({files[name] for name in untrained_names}):
             with open_weights(path) as file:
@@ -146,6 +151,7 @@ class Export:
     def _bytes(self, item: _Region | _CarriedTensor) -> int:
         if isinstance(item, _CarriedTensor):
             return item.bytes
+        # All parts of a region have the same dtype.
         float32 = next(self._parts_of(item)).float32
         return item.tensor_slice.numel * (4 if float32 else self._dtype.itemsize)
 
@@ -156,6 +162,7 @@ class Export:
                 return {item.name: file.get_tensor(item.name)}
         region = item
         values = self._values(region)
+        # Copied: safetensors refuses tensors that share memory, as views of a stack do.
         return {
             part.name: part.of(values).to(
                 torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format
@@ -167,6 +174,7 @@ class Export:
         """Return a region's values in float32."""
         key, size = f"model.{region.name}", region.tensor_slice.size
         if (copy := self._copies.get(key)) is not None:
+            # Only stacks are split, so a region's rows follow one another in the copy.
             values = copy.rows(region.tensor_slice.start[0], size[0]) if size else copy.joined()
             return values.float()
         values = torch.empty(size, dtype=torch.float32)
@@ -197,6 +205,7 @@ class Export:
             weight_map=placed,
             total_bytes=total,
             valued=self._valued,
+            # A trained head in the files means that the model does not tie it to the embedding.
             untied=HEAD in placed,
         )
         name_added_stop(self._source, folder)

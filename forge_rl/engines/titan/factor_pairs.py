@@ -16,8 +16,8 @@ from forge_rl.weights.names import Part, SameNames
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FactorPair:
-    """A and B of one adapter: [rank, inputs] and [outputs, rank] of a linear layer; stacks of both, with a first dim of
-    experts, of an expert network."""
+    """A and B of one adapter: [rank, inputs] and [outputs, rank] for a linear layer, or stacks of both, with a leading
+    dim for experts."""
 
     module: Any
     """Module that holds them and the weights."""
@@ -26,7 +26,7 @@ class FactorPair:
     prefix: str
     """Start of the factors' names in the module; empty in a linear layer."""
     name: str
-    """Hugging Face's name of the weight that the adapter is of; of experts, transformers' name of the stack."""
+    """Hugging Face's name of the adapted weight; for experts, transformers' name of the stack."""
     weights: Mapping[str, slice]
     """Rows of B that belong to each weight, by the model's name of the weight."""
     transposed: bool
@@ -53,8 +53,8 @@ class FactorPair:
     def published(
         self, model: nn.Module, factors: tuple[torch.Tensor, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Yield the name of each published tensor with the A and B, views of whole factors, whose product B A has its
-        shape: of each expert's matrices, if files hold these apart."""
+        """Yield the name of each published tensor with views of A and B whose product B A has its shape. If files hold
+        experts apart, each expert's matrix has a pair."""
         for weight, rows in self.weights.items():
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
             for part in names_of(model).parts(weight, shape):
@@ -67,9 +67,11 @@ class FactorPair:
         that is added to these. Rows that are published as one tensor have a product of their own."""
         for weight, rows in self.weights.items():
             a, b = factors[0], factors[1][..., rows, :]
+            # The stored weight is (B A)^T = A^T B^T.
             if self.transposed:
                 a, b = b.mT, a.mT
             shape = getattr(self.module, weight.rpartition(".")[2]).shape
+            # Experts repeat the same rows, so one entry for each range is enough.
             tensors = {part.rows.start: part.rows for part in names_of(model).parts(weight, shape) if part.rows}
             for part_rows in tensors.values() or [slice(None)]:
                 yield weight, part_rows, AdapterProduct(a, b[..., part_rows, :], self.scale)
@@ -79,6 +81,7 @@ class FactorPair:
             a, b = a[part.index], b[part.index]
         if part.rows is not None:
             b = b[..., part.rows, :]
+        # Files may hold the weight the other way round than the model does.
         return (b.mT, a.mT) if part.transposed != self.transposed else (a, b)
 
 
@@ -91,6 +94,8 @@ def factor_pairs(model: nn.Module) -> Iterator[FactorPair]:
         for prefix, rows in layouts.items():
             weights = {f"{stem}.{weight}": weight_rows for weight, weight_rows in rows.items()}
             first, is_stack = next(iter(weights)), bool(prefix)
+            # A linear layer has a name in the files; a stack is named like transformers' own, even if files hold
+            # experts apart.
             if not is_stack:
                 name = names.to_hf(first)
             elif isinstance(names, SameNames):

@@ -26,6 +26,7 @@ class FusedBlock(Qwen3TransformerBlock):
     @property
     def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
+        # Joined copies let one pass sum the gradients of all norms of a layer, see `GradientSum.room`.
         norms = self.attention_norm, self.ffn_norm, self.attention.q_norm, self.attention.k_norm
         return [tuple(norm.weight for norm in norms if norm is not None)]
 
@@ -39,6 +40,7 @@ class FusedBlock(Qwen3TransformerBlock):
 
     def defers(self, x: torch.Tensor) -> bool:
         """Return whether `deferred` may run in place of a call: nothing else acts on the layer's results."""
+        # A forward hook, such as `layer_noise` registers, needs the layer's own result, not two summands.
         return self._fuses(x) and not self._forward_hooks
 
     def deferred(
@@ -90,6 +92,7 @@ class FusedAttention(GQAttention):
         cache = self.rope._reshape_cache(x, positions)
         if all(map(is_bare, layers)):
             weights = [layer.weight for layer in layers]
+            # Copies that lie one after the other make q, k and v a single product.
             if (joint := joint_weight(*weights)) is not None:
                 heads = Heads(
                     len(weights[0]) // self.head_dim, self.head_dim, 0.0 if norms[0] is None else norms[0].eps

@@ -12,12 +12,12 @@ from forge_rl.engines.titan.fused_products import linear_gradient, linear_sums
 from forge_rl.engines.titan.gradient_sums import added, sum_place, write_product
 
 _CHUNK_BYTES = 1 << 30
-"""Maximum bytes of logits' gradients that are held at a time, of all tokens for a part of the vocabulary: each part of
-the weight's gradient is added to its sum once."""
+"""Maximum bytes of logits' gradients held at a time, for all tokens and a part of the vocabulary. Each part of the
+weight's gradient is thus added to its sum once."""
 _CHUNK_SHARE = 80
 """They take at most 1/80 of a GPU's memory, less than a plan counts for torch's products."""
 _LEAST_BYTES = 128 << 20
-"""Maximum on small GPUs, of whose memory 1/80 would be less."""
+"""The limit on GPUs so small that 1/80 of their memory would be less."""
 
 
 def score_in_products(
@@ -52,11 +52,13 @@ class _FusedScores(torch.autograd.Function):
         places = targets.reshape(slopes.shape)
         total = None if ctx.place is None else ctx.place.sum.total(ctx.place.member)
         is_new = total is None or total.dtype != torch.float32
+        # An update's first product is written rather than added, which saves zeroing the sum.
         if ctx.needs_input_grad[1] and is_new:
             total = weight.new_empty(weight.shape, dtype=torch.float32)
         columns, grad_hidden = _part_columns(len(hidden), len(weight), hidden.element_size()), None
         for start in range(0, len(weight), columns):
             part = weight[start : start + columns]
+            # Shifted by the part's first column, targets of other parts match no column of this one.
             grad = linear_gradient(
                 hidden, part, statistics, places - start if start else places, slopes, ctx.scoring.temperature
             )
@@ -79,19 +81,22 @@ class _FusedScores(torch.autograd.Function):
 
 
 def _merged(sums: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Join `score_sums` of parts of the vocabulary, [4, parts, N], to sums of all of it, [4, N]."""
+    """Merge `score_sums` over parts of the vocabulary, [4, parts, N], into sums over all of it, [4, N]."""
     largest, total, weighted, squared = sums
     maximum = largest.amax(dim=0)
+    # A part's sums are of x - m, with its own maximum m. For the common maximum M and shift = m - M:
+    # sum e^(x-M) = e^shift sum e^(x-m), and sum (x-M) e^(x-M) = e^shift (sum (x-m) e^(x-m) + shift sum e^(x-m)).
     shift = largest - maximum
     factor = shift.exp()
     parts = [factor * total, factor * torch.addcmul(weighted, total, shift)]
     if scoring.squares:
         parts.append(factor.square() * squared)
+    # Without squares, the maximum fills the fourth row, which nothing reads.
     return torch.stack([maximum, *(part.sum(dim=0) for part in parts), *([] if scoring.squares else [maximum])])
 
 
 def _part_columns(tokens: int, vocab: int, itemsize: int) -> int:
-    """Return how many columns of logits have gradients at a time, in parts of about the same size."""
+    """Return how many columns of the logits' gradient to hold at a time, in parts of about equal size."""
     room = min(_CHUNK_BYTES, max(_LEAST_BYTES, gpu_bytes() // _CHUNK_SHARE))
     parts = -(-tokens * vocab * itemsize // room)
     columns = -(-vocab // max(1, parts))
@@ -99,4 +104,4 @@ def _part_columns(tokens: int, vocab: int, itemsize: int) -> int:
 
 
 _TILE = 256
-"""Columns that a program computes together."""
+"""Columns that one program computes."""

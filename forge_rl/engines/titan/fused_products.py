@@ -2,8 +2,8 @@
 
 The head's logits are reduced to a few sums of each token, and their gradient is written in its final dtype; SwiGLU and
 its gradient are computed within the products before them. Each is one kernel, in Triton, and an operation of torch's.
-A product of Triton's may be slower than cuBLAS's by more than the saved traffic, so that the trainer measures both at
-its start, see `kernel_speed`.
+A Triton product may lose more to cuBLAS than the saved traffic is worth, so the trainer times both at its start, see
+`kernel_speed`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def has_fused_products(x: torch.Tensor, kernel: str) -> bool:
 
     Plans count torch's own products, which take more memory: which ones are faster is measured at the start.
     """
+    # Unlike `has_kernels`, this excludes the meta device of plans.
     return x.is_cuda and x.dtype.itemsize == 2 and has_kernels(x, kernel)
 
 
@@ -50,7 +51,7 @@ def linear_gradient(
     slopes: torch.Tensor,
     temperature: float,
 ) -> torch.Tensor:
-    """Return the gradient by the logits hidden weight^T of a part of the vocabulary, [N, columns], as are the inputs.
+    """Return the gradient by the logits of a part of the vocabulary, hidden weight^T: [N, columns], in hidden's dtype.
 
     Args:
         hidden: [N, dim].
@@ -64,7 +65,7 @@ def linear_gradient(
 
 
 def gated_values(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x A^T and x B^T, one behind the other, [..., 2 width], and silu(x A^T) x B^T, [..., width].
+    """Return x A^T and x B^T, one after the other, [..., 2 width], and silu(x A^T) x B^T, [..., width].
 
     Args:
         weight: A and B, one after the other, [2 width, dim], contiguous.
@@ -74,10 +75,10 @@ def gated_values(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def gated_gradient(grad: torch.Tensor, weight: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
-    """Return the gradient by both products of `gated_values`, [..., 2 width], of a product with its second result.
+    """Return the gradient by both products of `gated_values`, [..., 2 width], given the gradient by the next product.
 
     Args:
-        grad: by that product, [..., dim].
+        grad: gradient by (second result of `gated_values`) weight^T, [..., dim].
         weight: [dim, width], contiguous.
         joint: the first result of `gated_values`.
     """
@@ -91,12 +92,14 @@ def _linear_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from forge_rl.engines.titan.triton_products import linear_sums_kernel
 
+    # The kernels index by one stride and assume unit stride within a row.
     hidden, weight = hidden.contiguous(), weight.contiguous()
     sums, target_logits = _linear_sums_outputs(hidden, weight, targets, temperature, squares)
     (rows, dim), vocab = hidden.shape, len(weight)
     columns = _split_columns(vocab)
     linear_sums_kernel[(-(-rows // _TILE["BLOCK_M"]), sums.shape[1])](
         *(hidden, weight, targets, sums, target_logits, rows, vocab, dim, dim, dim),
+        # Targets per row: 1, or K.
         *(targets[:1].numel(), columns, temperature),
         SQUARES=squares,
         **_TILE,
@@ -187,6 +190,7 @@ def _(grad: torch.Tensor, weight: torch.Tensor, joint: torch.Tensor) -> torch.Te
 
 
 def _split_columns(vocab: int) -> int:
-    """Return the logits of a token that a program reduces, a multiple of a tile's."""
+    """Return how many logits of a token one program reduces, a multiple of a tile's columns."""
+    # Whole tiles, so that no tile belongs to two splits.
     tiles = -(-vocab // _TILE["BLOCK_N"])
     return -(-tiles // _SPLITS) * _TILE["BLOCK_N"]

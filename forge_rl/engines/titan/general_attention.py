@@ -110,6 +110,7 @@ def mask_row(*, mask_function: MaskRule, config: Any, local_size: int | None = N
     """
     context: RowContext = getattr(config, ROW)
     row = context.row
+    # transformers passes windows and chunks alike; only a window fits `TreeMask`.
     is_window = local_size is not None and _is_window(mask_function, local_size, row.trees.device)
     return RowMask(
         row=row,
@@ -121,6 +122,7 @@ def mask_row(*, mask_function: MaskRule, config: Any, local_size: int | None = N
 
 def _is_window(rule: MaskRule, size: int, device: torch.device) -> bool:
     """Tell a sliding window from a chunk: a query sees the `size` keys up to its own, wherever it is."""
+    # Queries on both sides of a chunk's border, where the two kinds differ.
     query = torch.tensor([[0], [size - 1], [size], [2 * size]], device=device)
     key = torch.arange(2 * size + 1, device=device)[None]
     return bool((rule(0, 0, query, key) == ((key <= query) & (query - key < size))).all())
@@ -144,13 +146,14 @@ def attend(
         key: [1, key heads, L, head_dim].
         value: [1, key heads, L, width].
         scaling: factor on the scores; None means 1 / sqrt(head_dim).
-        softcap: bound of the scores, by tanh.
+        softcap: bound that tanh puts on the scores.
         s_aux: [heads], attention sinks.
         options: other options, which must have no effect.
 
     Raises:
         ModelError: the model asks for something that this function does not do.
     """
+    # An unknown option might change results, so it is refused rather than ignored.
     unknown_options = [name for name, option in options.items() if option is not None and name not in _WITHOUT_EFFECT]
     if unknown_options or not isinstance(attention_mask, RowMask):
         kind = f"with {', '.join(sorted(unknown_options))}" if unknown_options else "without transformers' masks"
@@ -166,6 +169,8 @@ def attend(
     else:
         out, sums = _attend_dense(query, key, value, attention_mask, scaling, softcap)
     if s_aux is not None:
+        # A sink is one more score without a value. With s the logsumexp of the others, the softmax shrinks by
+        # e^s / (e^s + e^sink) = sigmoid(s - sink).
         out = out * (sums - s_aux.to(sums.dtype)[:, None]).sigmoid()[..., None].to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
@@ -176,6 +181,7 @@ def _attend_dense(
     """Attend with all scores of a row at once, [heads, L, L]; returns the result and the scores' logsumexp."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    # At least in float32, like the fused kernels' softmax.
     scores = (q @ k.transpose(2, 3) * scale).to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()

@@ -80,6 +80,7 @@ class GeneralModel(nn.Module):
         self.routers = general_routers(causal)
         mixers = recurrent_mixers(causal)
         self.recomputed_tokens = 0 if mixers else None
+        # Layers with memory must not carry it from one episode of a row to the next.
         restart_states(mixers, causal.config)
         restart_places(causal)
         with torch.device("meta"):
@@ -88,8 +89,10 @@ class GeneralModel(nn.Module):
             ).build()
         self._tie()
         self._around_head = _AroundHead(causal)
+        # Only a model that changes its logits pays for autograd in the head, see `FloatHead.forward`.
         if not values and self._around_head.changes_logits(architecture.vocab):
             self.lm_head.transform = self._around_head.logits
+        # `to_empty` will wipe buffers, which no file holds.
         self._buffers_of_config = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.config = causal.config
         if torch.get_default_dtype() == torch.float64:
@@ -138,7 +141,7 @@ class GeneralModel(nn.Module):
         Args:
             tokens: [1, L] int64.
             positions: [1, L] int64.
-            attention_masks: the row, of which each kind of layer makes its mask.
+            attention_masks: the row, from which each kind of layer derives its mask.
             scored_indices: see `PolicyModel.forward`.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
@@ -151,6 +154,7 @@ class GeneralModel(nn.Module):
             hidden = self.model(
                 input_ids=tokens, position_ids=positions, attention_mask=ones, use_cache=False
             ).last_hidden_state
+            # Counted in training passes only, as the metric is of updates.
             if self.recomputed_tokens is not None and torch.is_grad_enabled():
                 self.recomputed_tokens += context.states.recomputed_tokens
             hidden = self._around_head.hidden(hidden)
@@ -193,6 +197,7 @@ class GeneralModel(nn.Module):
                 fully_shard(experts, **(options | {"mesh": expert_mesh}))
         for layer in self.layers:
             fully_shard(layer, **options)
+        # The root's weights are needed again first in the backward pass.
         fully_shard(self, **(options | {"reshard_after_forward": False}))
         disable_fsdp_gradient_division(self)
 
@@ -213,7 +218,7 @@ def build_general(architecture: Architecture, settings: TrainSettings, *, values
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a module, and returns an output that was set before."""
+    """Takes the place of a module, records its input, and returns an output that was set before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +231,7 @@ class _StandIn(nn.Module):
 
 
 class _DecoderOutput(MoeModelOutputWithPast):
-    """Output of a decoder that has None for all that a model's own decoder may return besides hidden states."""
+    """Output of a decoder with None in place of everything but the hidden states."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -247,6 +252,7 @@ class _AroundHead:
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's input, [1, L, dim], for the decoder's output, [1, L, dim]."""
+        # The stand-in for the head records its input; its output only has to have the right shape.
         self._head.output = hidden[..., :1]
         self._run(hidden)
         received, self._head.received = self._head.received, None  # which would keep a row's activations
@@ -260,11 +266,13 @@ class _AroundHead:
 
     def changes_logits(self, vocab: int) -> bool:
         """Return whether logits differ from the head's output."""
+        # Any scaling, soft cap or mask of the logits would change some of these values.
         outputs = torch.linspace(-100, 100, vocab)[None, None]
         return not torch.equal(self.logits(outputs), outputs)
 
     def _run(self, hidden: torch.Tensor) -> torch.Tensor:
         self._decoder.output = _DecoderOutput(last_hidden_state=hidden)
+        # The token ids only give the shape: the decoder is a stand-in.
         tokens = torch.zeros(1, hidden.shape[1], dtype=torch.int64, device=hidden.device)
         logits: torch.Tensor = self._causal(input_ids=tokens, use_cache=False).logits
         self._decoder.output = self._head.output = None

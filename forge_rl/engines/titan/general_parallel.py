@@ -27,7 +27,7 @@ class TensorPeers:
 
     size: int
     mesh: DeviceMesh | None = None
-    """Their mesh, of one axis. None for a plan: its model is the first rank's part, on the meta device."""
+    """Their one-dimensional mesh. None for a plan, whose model is the first rank's part on the meta device."""
 
     @property
     def rank(self) -> int:
@@ -59,10 +59,13 @@ def split_module(module: Any, style: str, peers: TensorPeers) -> None:
     """Leave a rank its part of a module's weights, and have the module return what the whole one would, or, if its
     outputs are split, this rank's part of them."""
     if style in COLUMNS:
+        # A column-parallel matrix splits its outputs: of the adapter, B is split with them, and A is whole on each
+        # rank.
         for name in [name for name in module._parameters if name != "lora_A"]:
             _shard(module, name, 0, peers)
         module.forward = _columns(module, module.forward, peers, gathers=style != "colwise")
     elif style in ROWS:
+        # A row-parallel matrix splits its inputs: of the adapter, A is split with them, and B is whole. So is the bias.
         for name in [name for name in ("weight", "lora_A") if name in module._parameters]:
             _shard(module, name, 1, peers)
         module.forward = _rows(module, module.forward, peers, splits=style != "rowwise")
@@ -81,7 +84,7 @@ def spread_experts(module: Any, mesh: DeviceMesh) -> None:
     """Leave a rank its part of a module's experts, and have it compute them for the tokens of all ranks.
 
     Args:
-        mesh: ranks that share the experts, of one axis. Each has tokens of its own.
+        mesh: one-dimensional mesh of the ranks that share the experts. Each has its own tokens.
     """
     for name in list(module._parameters):
         _shard(module, name, 0, TensorPeers(size=mesh.size(), mesh=mesh))
@@ -105,6 +108,7 @@ def split_vocabulary(embedding: nn.Embedding, head: nn.Module, peers: TensorPeer
     embed = embedding.forward
 
     def forward(tokens: torch.Tensor) -> torch.Tensor:
+        # Tokens of other ranks look up row 0, and are zeroed before the sum.
         is_local = (tokens >= first) & (tokens < last)
         with _local_weights(embedding):
             rows = embed(torch.where(is_local, tokens - first, 0))
@@ -140,6 +144,7 @@ def _rows(module: Any, compute: Callable[..., Any], peers: TensorPeers, *, split
             if splits:
                 values = _exchange(values, lambda inputs: peers.part(inputs).clone(), peers.gather)
             outputs = sum_outputs(compute(values), peers)
+        # The bias is added after the sum, so it counts once.
         bias = module._parameters.get("bias")
         return outputs if bias is None else outputs + bias
 
@@ -173,6 +178,7 @@ def _experts(module: Any, compute: Callable[..., Any], peers: TensorPeers) -> Ca
         hidden, weights = (sum_gradients(values, peers) for values in (hidden, weights))
         is_local = (expert_ids >= first) & (expert_ids < first + count)
         with _local_weights(module):
+            # Experts of other ranks get an id past the last local one, and weight 0.
             outputs = compute(
                 hidden, torch.where(is_local, expert_ids - first, count), weights.where(is_local, 0.0), *args
             )
@@ -190,6 +196,7 @@ def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> 
     @functools.wraps(compute)
     def forward(hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, *args: Any) -> torch.Tensor:
         owners, order = (expert_ids // count).flatten().sort(stable=True)
+        # Rows are sorted by the rank that owns their expert; `tokens` leads their results back.
         tokens = order // expert_ids.shape[1]
         send_counts = owners.bincount(minlength=ranks)
         receive_counts = torch.empty_like(send_counts)
@@ -203,6 +210,7 @@ def _dispatching(module: Any, compute: Callable[..., Any], mesh: DeviceMesh) -> 
         inputs = torch.cat([inputs, inputs.new_zeros(1, inputs.shape[1])])
         local_ids = torch.cat([local_ids, local_ids.new_zeros(1)])
         with _local_weights(module):
+            # Weights of 1: the sender applies the real ones to what comes back, and so has their gradient.
             outputs = compute(inputs, local_ids[:, None], weights.new_ones(len(local_ids), 1), *args)[:-1]
         outputs = _exchange(outputs, send_back, send)
         scaled = outputs * weights.flatten()[order, None]

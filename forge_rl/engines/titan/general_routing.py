@@ -79,6 +79,7 @@ class _RoutedTopk(TorchFunctionMode):
         if expert_ids.shape != (len(scores), self._router.top_k) or scores.shape[-1] != self._router.experts:
             return outputs  # it ranks groups of experts
         expert_ids = self._router.choose(scores, expert_ids)
+        # The router weighs replayed experts by its own scores, so the weights keep their gradient.
         return torch.return_types.topk((scores.gather(-1, expert_ids), expert_ids))
 
 

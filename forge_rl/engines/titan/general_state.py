@@ -18,7 +18,7 @@ from forge_rl.engines.titan.row_states import Call, RowStates
 from forge_rl.packing.rows import Row
 
 _DELTA_CHUNK = 64
-"""Tokens to a multiple of which transformers' `torch_chunk_gated_delta_rule` pads."""
+"""transformers' `torch_chunk_gated_delta_rule` pads sequences to a multiple of this many tokens."""
 ROW = "forge_rl_row"
 """Attribute of a model's config that holds the `RowContext` of the forward pass that is under way."""
 
@@ -73,6 +73,7 @@ def _by_episode(forward: Callable[..., Any], config: Any) -> Callable[..., torch
 
 def _over_row(mixer: Any, config: Any) -> Callable[..., torch.Tensor]:
     """Return a mixer's forward pass with its convolution and recurrence replaced by those over packed rows."""
+    # Decorators would hide the function whose globals are replaced.
     function: Any = inspect.unwrap(type(mixer).forward)
     makers = {
         "causal_conv1d_fn": _convolution,
@@ -80,6 +81,7 @@ def _over_row(mixer: Any, config: Any) -> Callable[..., torch.Tensor]:
         "mamba2_chunk_scan": _chunk_scan,
     }
     names = {**function.__globals__}
+    # The forward code looks these functions up as globals, so replacing them there is enough.
     names |= {name: make(names[name], config) for name, make in makers.items() if name in names}
     # A copy of the function: transformers' module stays as it is for other models of this process.
     forward = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)

@@ -18,8 +18,8 @@ class GradientSum:
     A sum starts with the first gradient after the masters' gradients were set to None, and takes no memory before.
 
     Args:
-        masters: the weights that the optimizer trains, of equal shapes but for the dimension in which they lie one
-            after the other, see `joint_dim`.
+        masters: the weights that the optimizer trains. Their shapes may differ only in the dimension along which they
+            are joined, see `joint_dim`.
     """
 
     def __init__(self, masters: Sequence[nn.Parameter]) -> None:
@@ -37,10 +37,12 @@ class GradientSum:
         return self._masters[0].dtype
 
     def total(self, member: int | None) -> torch.Tensor | None:
-        """Return the sum of one weight's gradients so far, or of all weights, [sum of lengths, ...]; None if there is
-        none to add to."""
+        """Return the sum so far of one weight's gradients, or of all weights', [sum of lengths, ...]; None before the
+        first gradient."""
         if member is not None:
             return self._masters[member].grad
+        # A caller may have replaced a master's gradient, by None or another tensor. The optimizer then reads that,
+        # not its part of the joint sum.
         is_whole = bool(self._views) and all(
             master.grad is view for master, view in zip(self._masters, self._views, strict=True)
         )
@@ -53,23 +55,26 @@ class GradientSum:
         elif member is not None:
             # The optimizer's kernels take no gradient with strides of its own.
             self._masters[member].grad = values.to(self.dtype).contiguous()
+        # Joined along a later dimension, or next to gradients that exist already, each master gets its own part.
         elif self._dim > 0 or any(master.grad is not None for master in self._masters):
             for index, part in enumerate(self.split(values, self._dim)):
                 self.add(part, index)
         else:
+            # The first gradient becomes the sum, and the masters' gradients views of it.
             self._total = values.to(self.dtype)
             self._views = list(self._total.split(self._lengths))
             for master, view in zip(self._masters, self._views, strict=True):
                 master.grad = view
 
     def split(self, values: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
-        """Return what of values belongs to each weight, where they lie one after the other in a dimension."""
+        """Split values into the parts that belong to each weight."""
         parts: Sequence[torch.Tensor] = values.split(self._lengths, dim)
         return parts
 
     def room(self, members: range, programs: int) -> torch.Tensor:
         """Return room for parts of the gradients by vectors, [programs, sum of lengths], which `end_parts` adds up; all
         vectors of this sum share it, so that it takes one pass."""
+        # Parts for another number of programs cannot share the room; settle what is there first.
         if self._parts is None or len(self._parts) != programs:
             self.settle()
             self._parts = self._masters[0].new_empty(programs, sum(self._lengths), dtype=torch.float32)
@@ -79,6 +84,7 @@ class GradientSum:
     def end_parts(self, members: range) -> None:
         """Record that these vectors' parts are written; sum the parts once every vector has written its own."""
         self._written |= {*members}
+        # Wait for the vectors that share the room: one pass sums all of them.
         if len(self._written) < len(self._masters):
             return
         parts, self._parts = self._parts, None
@@ -116,6 +122,7 @@ class SumPlace:
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the product of two matrices; on a GPU the product's own sums are not rounded before."""
         total, dtype = self.sum.total(self.member), self.sum.dtype
+        # This product is rounded to its operands' dtype in any case, and widened only when it is added.
         if not keeps_sums(a) and a.dtype != dtype:
             self.add(torch.mm(a, b))
         elif total is None:
@@ -124,7 +131,7 @@ class SumPlace:
             added(total, a, b, dtype)
 
     def parts(self, grad: torch.Tensor) -> Iterator[tuple[SumPlace, torch.Tensor]]:
-        """Yield each weight's place with the gradient by its results, of that by the results of all, [..., outputs]."""
+        """Split the gradient by the joint results, [..., outputs]: yield each weight's place with its own part."""
         if self.member is not None:
             yield self, grad
             return
@@ -132,15 +139,16 @@ class SumPlace:
             yield SumPlace(self.sum, index), part
 
     def add_rows(self, places: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Add rows of a gradient, [n, dim], at places, [n] int64, of one of `length` rows; the same in every run."""
+        """Add rows, [n, dim], to the rows `places`, [n] int64, of a gradient with `length` rows; deterministic."""
         if (total := self.sum.total(self.member)) is None:
+            # Most rows of an embedding get no gradient, so rows are added to zeros.
             self.add(total := values.new_zeros(length, values.shape[1], dtype=self.sum.dtype))
         total.index_put_((places,), values.to(total.dtype), accumulate=True)
 
 
 def joint_dim(weights: Sequence[torch.Tensor]) -> int:
-    """Return the dimension in which weights that one product reads lie one after the other: the outputs', which is the
-    second of several experts' weights, [E, outputs, inputs] each."""
+    """Return the dimension along which weights are joined so that one product reads them: their outputs, which are the
+    second dimension of experts' weights, [E, outputs, inputs]."""
     return 1 if weights[0].ndim == 3 and len(weights) > 1 else 0
 
 
@@ -180,7 +188,7 @@ def _span(places: Sequence[SumPlace | None]) -> tuple[GradientSum, range] | None
 
 
 def sum_place(weight: torch.Tensor | None) -> SumPlace | None:
-    """Return where a weight's gradients are to be added up; None if autograd takes them, or there are none."""
+    """Return where to add up a weight's gradients; None if autograd does, or the weight has no gradient."""
     return getattr(weight, "sum_place", None)
 
 

@@ -53,7 +53,7 @@ class FloatHead(Linear):
         pass
 
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """The model's own change of its logits, [N, V], before they are scored; of each alone, as ranks may split V."""
+    """What the model does to its logits, [N, V], before they are scored; elementwise, as ranks may split V."""
     adapters: AdapterSwitch | None = None
     """Whether its adapter acts; None without one."""
     adapter_name: str = ""  # a plan's models are not named
@@ -87,7 +87,10 @@ class FloatHead(Linear):
         if len(targets) <= tokens and not is_wide:
             logits = _product(hidden, _factor(weight))
             return score(logits if adapter is None else logits + adapter[0] @ adapter[1].t(), targets)
+        # Plain logits have a closed-form gradient. Transformed logits, or a vocabulary split over ranks, go through
+        # autograd.
         is_plain = self.transform is None and not isinstance(self.weight, DTensor)
+        # Fused products need the plain matrix in 16 bits: no transform, no adapter, and all of the vocabulary here.
         if is_plain and adapter is None and has_fused_products(hidden, "logits") and is_wide:
             return score_in_products(hidden, weight, targets, scoring)
         scorer: ChunkScorer = _PlainScorer(scoring) if is_plain else _TracedScorer(score, scoring)
@@ -143,7 +146,9 @@ class _PlainScorer:
         return logprobs, entropy, squares
 
     def scores(self, parts: Sequence[torch.Tensor | None]) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
-        """Return the scores of all chunks, of which the results of `score` were joined, and what `gradient` needs."""
+        """Return the scores of all chunks from the joined results of `score`, and the statistics that `gradient`
+        needs."""
+        # Two parts mean that the kernel ran: its sums for each token, and the targets' logits.
         if len(parts) == 2:
             sums, logits = parts
             assert sums is not None
@@ -167,6 +172,7 @@ class _PlainScorer:
         self, logits: torch.Tensor, targets: torch.Tensor, parts: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the gradient by a chunk's logits in a dtype, given the chunk of `prepared`."""
+        # The logits are not read again, so their gradient overwrites them if the dtype allows.
         grad = logits if dtype == logits.dtype else logits.new_empty(logits.shape, dtype=dtype)
         if len(parts) == 2:
             kernel_parts, slopes = parts
@@ -199,7 +205,7 @@ class _TracedScorer:
         return self._function(logits, targets)[:3]
 
     def scores(self, parts: Sequence[torch.Tensor | None]) -> tuple[TokenScores, Sequence[torch.Tensor | None]]:
-        """Return the scores of all chunks, of which nothing is needed again."""
+        """Return the scores of all chunks, and no statistics: `gradient` recomputes everything."""
         return TokenScores(*parts), ()  # type: ignore[arg-type]
 
     def prepared(
@@ -211,7 +217,7 @@ class _TracedScorer:
     def gradient(
         self, logits: torch.Tensor, targets: torch.Tensor, parts: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the gradient by a chunk's logits in a dtype, given those by its logprobs and entropy."""
+        """Return the gradient by a chunk's logits in a dtype, given its gradients by logprobs and entropy."""
         with torch.enable_grad():
             logprobs, entropy, *_ = self._function(logits.requires_grad_(), targets)
         outputs = [logprobs, entropy] if self.scoring.entropy_gradient else [logprobs]
@@ -281,8 +287,10 @@ class _ChunkedScores(torch.autograd.Function):
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
         grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
         sum_dtype = widened(hidden[:0]).dtype
+        # Statistics of all tokens are prepared at once; each chunk takes its slice.
         prepared = ctx.scorer.prepared(statistics, (grad_logprobs, grad_entropy))
         logits, ctx.logits = ctx.logits, None
+        # The last chunk comes first, as the forward pass may have kept its logits.
         for start in reversed(range(0, len(targets), ctx.tokens)):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
@@ -291,6 +299,8 @@ class _ChunkedScores(torch.autograd.Function):
                 logits = _product(rows, factor, buffer)
                 if adapter:
                     logits.addmm_(adapter[0][chunk], adapter[1].t())
+            # The adapter's gradients are computed before rounding; only the weight's product takes the narrower
+            # gradient.
             dtype = logits.dtype if adapter else factor.dtype
             grad, logits = ctx.scorer.gradient(logits, targets[chunk], parts, dtype), None
             if adapter:
@@ -301,10 +311,13 @@ class _ChunkedScores(torch.autograd.Function):
                 torch.mm(grad, factor, out=grad_hidden[chunk])
             else:
                 grad_hidden[chunk] = grad.mm(factor)
+            # A place accumulates in float32 over all rows of the update; gradients that autograd adds up are rounded
+            # for each row.
             if ctx.needs_input_grad[1] and ctx.place is not None:
                 ctx.place.add_product(grad.t(), rows.to(grad.dtype))
             elif ctx.needs_input_grad[1]:
                 grad_weight = added(grad_weight, grad.t(), rows.to(grad.dtype), sum_dtype)
+            # Free it before the next chunk's logits are allocated.
             del grad
         return grad_hidden, grad_weight, None, None, None, *adapter_grads
 
@@ -316,7 +329,7 @@ def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _chunk_tokens(targets: int, vocab: int) -> int:
-    """Return how many targets are scored at a time: as many as the device's memory allows, in chunks of about the same
+    """Return how many targets to score at a time: as many as the device's memory allows, in chunks of about equal
     size."""
     chunk_bytes = max(HEAD_CHUNK_BYTES, min(_MAX_CHUNK_BYTES, gpu_bytes() // _CHUNK_SHARE))
     tokens = max(1, chunk_bytes // (4 * vocab))

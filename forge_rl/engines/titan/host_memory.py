@@ -31,7 +31,7 @@ class HostCopy:
         return torch.cat(self.pieces).view(self.dtype).view(self.shape)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """Return some rows, of its first dim, in new memory."""
+        """Return `count` rows of the first dim, in new memory."""
         width = self.dtype.itemsize * self.shape[1:].numel()
         start, end, place, parts = first * width, (first + count) * width, 0, list[torch.Tensor]()
         for piece in self.pieces:
@@ -40,7 +40,7 @@ class HostCopy:
         return torch.cat(parts).view(self.dtype).view(count, *self.shape[1:])
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the values on a device, where they are once its current stream gets there."""
+        """Copy the values to a device; work queued on its current stream afterwards sees them."""
         values = torch.empty(self.shape, dtype=self.dtype, device=device)
         targets = values.view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
         for target, piece in zip(targets, self.pieces, strict=True):
@@ -70,6 +70,7 @@ class HostCopies:
         self.bytes += len(remaining)
         pieces = []
         while len(remaining):
+            # Tensors fill buffers one after the other, and may span several.
             if not len(self._free):
                 self._free = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=values.is_cuda)
             size = min(len(remaining), len(self._free))
@@ -93,6 +94,7 @@ class OffloadedTensors:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        # Keyed by storage, as views share one and it must be moved once.
         storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         copies = HostCopies()
         self._left = [(storage, copies.of(_bytes_of(storage)).pieces) for storage in storages.values()]
@@ -109,6 +111,7 @@ class OffloadedTensors:
         Raises:
             ForgeError: the device is out of memory.
         """
+        # Entries leave the list one by one, so a call that failed can be retried.
         while self._left:
             storage, copies = self._left[-1]
             try:
@@ -133,7 +136,7 @@ def offload_inputs(layers: Iterable[nn.Module]) -> HostCopies:
     whose inputs it holds are recomputed.
 
     Args:
-        layers: modules that save only their inputs, as full activation checkpointing has them do.
+        layers: modules that save only their inputs, as under full activation checkpointing.
     """
     copies = HostCopies()
 
@@ -144,6 +147,7 @@ def offload_inputs(layers: Iterable[nn.Module]) -> HostCopies:
         device, copy = values.device, copies.of(values)
         if not isinstance(tensor, DTensor):
             return lambda: copy.on(device)
+        # Uneven local parts do not tell a DTensor's shape and strides, so these are kept.
         mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(
             copy.on(device), mesh, placements, run_check=False, shape=shape, stride=stride
@@ -157,6 +161,7 @@ def offload_inputs(layers: Iterable[nn.Module]) -> HostCopies:
         return forward
 
     for layer in layers:
+        # Hooks apply only while the layer runs, so only its saved inputs are packed.
         layer.forward = wrapped(layer.forward)
     return copies
 

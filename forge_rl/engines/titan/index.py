@@ -1,4 +1,4 @@
-"""Training states on disk: torch's files of tensors, and an index in JSON, as torch's own is a pickle."""
+"""Training states on disk: torch's files of tensors, with an index in JSON, as torch's own index is a pickle."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class TensorWriter(FileSystemWriter):
 
     def _write_data(self, planner: SavePlanner, file_queue: queue.Queue[Any]) -> Future[list[WriteResult]]:
         """Write files as torch does, but raise what a thread raised, which torch would lose."""
+        # As in torch's own method, except that `result()` below raises a thread's error.
         results = queue.Queue[list[WriteResult]]()
         with ThreadPoolExecutor(self.thread_count, "save") as threads:
             writers = [
@@ -124,6 +125,7 @@ class TensorWriter(FileSystemWriter):
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
         path = Path(self.path) / INDEX
+        # Written under another name and renamed, so that a crash leaves no index or a whole one.
         with self.fs.create_stream(path.with_suffix(".tmp"), "wb") as file:
             file.write(json.dumps(tensors).encode())
             if self.sync_files:
@@ -156,6 +158,7 @@ class TensorReader(FileSystemReader):
             _check_files(self._folder, [INDEX])
             with self.fs.create_stream(Path(self.path) / INDEX, "rb") as file:
                 index = _parsed(json.loads(file.read()))
+            # Also untrusted: paths must not leave the folder, nor links lead out of it.
             _check_files(self._folder, {info.relative_path for info in index.storage_data.values()})
             self._index = index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
@@ -164,6 +167,7 @@ class TensorReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's tensors, a large state's in several threads, each a run of neighbours."""
         infos = self.storage_data
+        # Neighbours in a file are read together, each thread getting about the same number of bytes.
         items = sorted(
             plan.items, key=lambda item: (infos[item.storage_index].relative_path, infos[item.storage_index].offset)
         )
@@ -186,6 +190,7 @@ def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
     tensor_metadata: dict[str, STORAGE_TYPES] = {}
     storage_infos = {}
     for name, tensor in tensors.items():
+        # The index is untrusted: the name may be of anything in torch.
         dtype = getattr(torch, tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"its index holds a tensor of dtype {tensor['dtype']!r}")
@@ -203,6 +208,7 @@ def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
 
 def _whole(numbers: list[int]) -> torch.Size:
     """Read non-negative integers."""
+    # isinstance would accept True, which is valid JSON too.
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"its index holds {numbers!r:.80} in place of whole numbers")
     return torch.Size(numbers)
@@ -211,6 +217,7 @@ def _whole(numbers: list[int]) -> torch.Size:
 def _check_files(folder: Folder, names: Iterable[str]) -> None:
     """Check that each name is of a regular file in the folder, not a link."""
     for name in names:
+        # A name with a path in it could point outside of the folder.
         if Path(name).name != name or not _is_regular(folder, name):
             raise ValueError(f"{name!r} is missing, or not a regular file of the folder")
 

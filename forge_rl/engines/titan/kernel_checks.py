@@ -29,11 +29,11 @@ _TOKENS = 640
 """More than the programs of any kernel, so that each has several tokens; a multiple of 16, for which Triton compiles
 other programs."""
 _ROWS = 16
-"""Of whole vocabularies, and of feed-forward networks."""
+"""Rows in checks that span a whole vocabulary, or a feed-forward network's width."""
 _ATTENDED = 200
 """Tokens whose attention is computed densely."""
 _EXPERT_ENDS = (_TOKENS // 3, _TOKENS // 3, _TOKENS)
-"""Of the rows of three experts, the second without any."""
+"""Ends of the rows of three experts; the second has none."""
 _HEAD_OUTPUTS = 4096
 _TEMPERATURE = 0.7
 Results = Sequence[torch.Tensor]
@@ -55,6 +55,7 @@ class KernelCheck:
     def failure(self) -> str:
         """Return how the kernel fails, in results or gradients; "" if it does not."""
         try:
+            # The formula runs in float64, so the deviation is the kernel's own.
             results = _with_gradients(self.function, [x.detach().clone() for x in self.inputs])
             exact_results = _with_gradients(self.formula, [x.double() for x in self.inputs])
             shares = [_deviation(result, exact) for result, exact in zip(results, exact_results, strict=True)]
@@ -67,8 +68,7 @@ class KernelCheck:
 def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
     """Run each kernel on random inputs with a model's own dimensions, and turn off those that fail or deviate.
 
-    The programs that are compiled for it are those that the model's first step needs. torch's random state stays as it
-    is.
+    This compiles the very programs that the model's first step needs. The checks do not touch torch's random state.
 
     Args:
         dtype: of the activations.
@@ -82,6 +82,8 @@ def check_kernels(architecture: Architecture, dtype: torch.dtype, device: torch.
         if not is_on(check.kernel):
             continue
         if failure := check.failure():
+            # After an illegal access, every later call on this device fails: nothing in this process can replace the
+            # kernel.
             if not _works(device):
                 raise ConfigError(
                     f"the kernel {check.kernel!r} failed, and the GPU with it: {failure}",
@@ -104,9 +106,11 @@ def kernel_checks(architecture: Architecture, dtype: torch.dtype, device: torch.
     yield from _score_checks(architecture, draw(_ROWS, architecture.vocab, kind=torch.float32) * 4)
     if dtype.itemsize < 4:
         outputs = min(_HEAD_OUTPUTS, architecture.vocab)
+        # Spread over the vocabulary, so that every tile has some.
         targets = torch.arange(_TOKENS, device=device) * 7 % outputs
         yield KernelCheck(
             kernel="head",
+            # Chunks that do not divide the tokens, so that the last one is shorter.
             function=lambda hidden, weight: score_in_chunks(hidden, weight, targets, _TOKENS // 3)[:1],
             formula=lambda hidden, weight: token_scores(hidden @ weight.t(), targets)[:1],
             inputs=(draw(_TOKENS, architecture.dim), draw(outputs, architecture.dim) * (2 * architecture.dim**-0.5)),
@@ -244,6 +248,7 @@ def _expert_checks(
     if (limit := experts.limit) is not None:
         yield KernelCheck(
             kernel="experts",
+            # `expert_bias` works in place, which a leaf does not allow.
             function=lambda x, bias: (expert_bias(x * 1, bias, ends),),
             formula=lambda x, bias: (x + bias[row_experts],),
             inputs=(draw(_TOKENS, experts.hidden_dim), draw(len(ends), experts.hidden_dim)),
@@ -288,6 +293,7 @@ def _product_checks(
                 q, k = (rms_norm(part, (head_dim,), norm, eps) for part, norm in zip((q, k), norms, strict=True))
             return _rotated(q, cache), _rotated(k, cache), v
 
+        # With and without norms: the latter frees the product, which is another path.
         for norms in ((draw(head_dim), draw(head_dim)), ()):
             yield KernelCheck(
                 kernel="rope", function=rotated, formula=formula, inputs=(*inputs, *norms), tolerance=tolerance
@@ -302,7 +308,7 @@ def _product_checks(
 
 
 def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return what draws tensors of a shape, the same on every device."""
+    """Return a function that draws normal tensors of a shape, the same on every device."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -312,13 +318,14 @@ def _draws(dtype: torch.dtype, device: torch.device) -> Callable[..., torch.Tens
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """Return the share by which results may deviate that were rounded a few times on the way."""
+    """Return the relative deviation to expect of results that were rounded a few times on the way."""
     return max(8 * torch.finfo(dtype).eps, 1e-4)
 
 
 def _score_checks(architecture: Architecture, logits: torch.Tensor) -> Iterator[KernelCheck]:
     """Check scores with and without a gradient of the entropy; most tokens of one row are masked, and one is sure."""
     masked_from = max(1, architecture.vocab // 10)
+    # Edge cases: a row of mostly masked logits, and one whose first token is almost certain.
     logits[1, masked_from:] = -torch.inf
     logits[2, 0] = 60.0
     targets = (torch.arange(2 * len(logits), device=logits.device) % masked_from).view(-1, 2)
@@ -369,7 +376,7 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Ten
 
 
 def _works(device: torch.device) -> bool:
-    """Return whether a device still computes: no operation does after a kernel has touched memory that is not its."""
+    """Return whether a device still computes; after a kernel's illegal memory access, none does."""
     try:
         return float(torch.ones(1, device=device).sum()) == 1
     except Exception:  # of the driver

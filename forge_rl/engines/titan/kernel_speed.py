@@ -17,9 +17,9 @@ from forge_rl.system.kernels import is_on, turn_off
 
 _TOKENS = 4096
 _OUTPUTS = 32768
-"""Of the vocabulary: the rate of a product does not depend on more of them."""
+"""Outputs of a timed head: a product's rate does not depend on more of them."""
 _EXPERTS = 8
-"""Experts, who share the tokens evenly: as many for each as a long row has."""
+"""Experts that share the tokens evenly, which gives each as many as a long row does."""
 _REPEATS = 5
 Function = Callable[..., torch.Tensor]
 
@@ -56,6 +56,7 @@ def shortest_time(function: Function, inputs: Sequence[torch.Tensor]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
+    # The minimum leaves out the first run, which compiles.
     return min(times)
 
 

@@ -27,9 +27,8 @@ class LeastLoadedExperts(RoutedExperts):
     not kept in between; their gradients return to the owner. Owner and borrower compute at the same time, in both
     passes: weights are sent before any computation, and gradients after all of it.
 
-    A rank holds the weights of all the experts that it borrows while it computes: one more than its own where it
-    borrows one, and k where it borrows k. The owner sends its parameters themselves, and adds returned gradients one
-    expert at a time.
+    While it computes, a rank holds the weights of all experts that it borrows, besides its own. The owner sends its
+    parameters without copying them, and adds returned gradients one expert at a time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -51,6 +50,8 @@ class LeastLoadedExperts(RoutedExperts):
     ) -> torch.Tensor:
         """Send each token through its experts: [B, L, dim], from this rank's tokens, scores, experts and counts."""
         dispatcher = self.token_dispatcher
+        # Without expert parallelism, rows only have to be sorted by expert: two kernels do it, in place of a
+        # dispatcher.
         if dispatcher.ep_mesh is None and has_kernels(x_BLD, "experts"):
             places = places_of(topk_expert_ids_BLK.flatten(0, 1))
             computed_rows = self.inner_experts(spread_rows(x_BLD.flatten(0, 1), places), num_local_tokens_per_expert_E)
@@ -62,10 +63,12 @@ class LeastLoadedExperts(RoutedExperts):
             return out
         mesh, x = dispatcher.ep_mesh, x_BLD.flatten(0, 1)
         group, rank = mesh.get_group(), mesh.get_local_rank()
+        # Every rank makes the same plan from the same counts, so ranks agree without a further exchange.
         counts = _gathered(num_local_tokens_per_expert_E, group)
         plan = plan_experts(counts.sum(axis=0), ranks=mesh.size())
         self.heaviest = _heaviest(counts, plan)
         route = routes(plan, counts, rank)
+        # By expert first. If several ranks compute an expert, its rows are then split into blocks by rank.
         send_order = topk_expert_ids_BLK.flatten().argsort(stable=True)
         if plan.rounds:
             send_order = send_order[_order(*route.sent_blocks, device=x.device)]
@@ -76,18 +79,22 @@ class LeastLoadedExperts(RoutedExperts):
         out = self._spread(
             loans, local_counts, dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send)
         )
+        # Results travel back the way the rows came: send and receive counts are swapped.
         returned_rows = dispatcher._combine_token_exchange(out, group, route.send, route.receive)
         summed: torch.Tensor = dispatcher.summed(returned_rows, tokens, topk_scores_BLK.flatten()[send_order], x)
         return summed.view_as(x_BLD)
 
     def _spread(self, loans: _Loans, counts: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Send rows through own and borrowed experts, [R, dim], of which `counts`, [own experts], are for own ones."""
+        """Send rows, [R, dim], through own and borrowed experts; `counts`, [own experts], is of the own ones' rows."""
         experts = self.inner_experts
         weights = [local(parameter) for parameter in experts.parameters()]
+        # Sends and receives run while this rank computes with its own experts.
         rows, *extra_outputs = _Lend.apply(loans, received, *weights)
+        # `_Lend` has copied the rows, sorted; autograd does not need the received ones.
         del received
         borrowed_rows, borrowed_weights = extra_outputs[: loans.borrows], extra_outputs[loans.borrows :]
         outs = [experts(rows, counts)]
+        # Received weights are needed from here on; own experts have been computed meanwhile.
         loans.receive()
         for index, part in enumerate(borrowed_rows):
             expert_weights = borrowed_weights[index * len(weights) : (index + 1) * len(weights)]
@@ -138,6 +145,7 @@ class _Loans:
             borrowed: the same of each borrowed expert, each [1, ...], one expert after the other.
         """
         buffers = iter(borrowed)
+        # Owner and borrower go through the rounds in the same order, so their messages pair up.
         for lent, owner in self._rounds:
             if lent is not None:
                 lent_weights = [weight[lent[0]].contiguous() for weight in weights]
@@ -170,6 +178,7 @@ class _Loans:
         trained = list(itertools.compress(weights, is_trained))
         sums = [torch.zeros_like(weight) for weight in trained] if any(lent for lent, _ in self._rounds) else []
         grad_iterator = itertools.compress(grads, itertools.cycle(is_trained))
+        # One round at a time, which bounds the memory of received gradients to one expert's.
         for lent, owner in self._rounds:
             works = list[dist.Work]()
             if owner is not None:
@@ -213,6 +222,7 @@ class _Lend(torch.autograd.Function):
         ctx.save_for_backward(*weights)
         borrowed = [weight.new_empty(1, *weight.shape[1:]) for _ in range(loans.borrows) for weight in weights]
         loans.start(weights, borrowed)
+        # Frozen weights get no gradient, so borrowers send none back.
         is_trained = ctx.needs_input_grad[2:] * loans.borrows
         ctx.mark_non_differentiable(
             *(weight for weight, has_grad in zip(borrowed, is_trained, strict=True) if not has_grad)
@@ -247,6 +257,7 @@ class _Join(torch.autograd.Function):
         borrowed, local_weights = weights[:-size], weights[-size:]
         ctx.loans, ctx.size = loans, size
         ctx.save_for_backward(*borrowed, *local_weights)
+        # Release the weights until the backward pass, which refills the same storage for the nodes that saved it.
         for weight in borrowed:
             weight.untyped_storage().resize_(0)
         loans.finish()

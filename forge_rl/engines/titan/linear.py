@@ -30,6 +30,7 @@ class FloatGate(Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Project [..., dim] of any dtype to [..., experts] float32 or float64."""
         bias = None if self.bias is None else widened(self.bias)
+        # DTensors and other subclasses go through torch's own linear layer.
         if keeps_sums(input) and type(input) is torch.Tensor and not isinstance(self.weight, DTensor):
             scores: torch.Tensor = _WideProduct.apply(input, self.weight)
             return scores if bias is None else scores + bias
@@ -52,6 +53,7 @@ class _WideProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         flat, rows = grad.flatten(0, -2), x.flatten(0, -2)
+        # The scores' gradient is float32, and stays so in both products.
         grad_x = (flat @ weight.float()).to(x.dtype).view_as(x)
         if not ctx.needs_input_grad[1]:
             return grad_x, None
@@ -62,7 +64,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 class RowwiseLinear(ScaledBiasRowwiseLinear):
-    """Row-parallel linear layer with a bias, of which each tensor-parallel rank adds its share.
+    """Row-parallel linear layer with a bias; each tensor-parallel rank adds an equal share of the bias.
 
     The bias gets the full gradient, which torchtitan 0.3 would divide by the number of ranks.
     """

@@ -43,11 +43,13 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
+        # All names and shapes are checked before anything is read, so a wrong folder fails at once.
         jobs = list[Callable[[], None]]()
         for titan_name, parameter in named_weights(model):
             block = parameter if isinstance(parameter, QuantizedWeight) else values_of(parameter)
             for part in names_of(model).parts(titan_name, parameter.shape, slice_of(parameter)):
                 name = part.name
+                # Files of a tied model usually hold the embedding alone.
                 if name == HEAD and tied and name not in index:
                     name = EMBEDDING
                 if name == VALUE_HEAD and name not in index:
@@ -72,6 +74,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                         jobs.append(functools.partial(_quantize, block, *source))
                     else:
                         jobs.append(functools.partial(_copy, part.of(block), *source))
+        # Reading pages and casting keep several cores busy, and each job writes memory of its own.
         with ThreadPoolExecutor(THREADS, "load") as threads:
             for _ in threads.map(operator.call, jobs):  # an error cancels the jobs that wait
                 pass
@@ -79,7 +82,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
 
 @torch.no_grad()
 def _quantize(weight: QuantizedWeight, file_slice: Any, tensor_slice: TensorSlice, place: str) -> None:
-    """Read rows of a mapped file's tensor, and hold them quantised."""
+    """Read rows of a memory-mapped tensor, and store them quantised."""
     values = torch.empty(tensor_slice.size, device=weight.device)
     _copy(values, file_slice, tensor_slice, place)
     if not weight.fill(values):
@@ -91,7 +94,7 @@ def _quantize(weight: QuantizedWeight, file_slice: Any, tensor_slice: TensorSlic
 
 @torch.no_grad()
 def _copy(target: torch.Tensor, file_slice: Any, tensor_slice: TensorSlice, place: str) -> None:
-    """Copy a slice of a mapped file's tensor, whose pages are read meanwhile; `place` is the tensor's, for an error."""
+    """Copy a slice of a memory-mapped tensor, which reads its pages; `place` names the tensor in errors."""
     start, size = tensor_slice.start, tensor_slice.size
     try:
         values = file_slice[tuple(map(slice, start, map(operator.add, start, size)))]
@@ -120,11 +123,13 @@ def load_training_state(
     state = training_state(model, optimizer, dict.fromkeys(counts, 0))
     moments = {key: block.values for key, block in state.items() if isinstance(block.values, Moment)}
     for key in moments:  # pieces of a block may come one by one
+        # Read into float32 buffers: codes of a block need all of its values at once.
         buffer = torch.empty(state[key].tensor_slice.size)
         state[key] = replace(state[key], values=buffer)
     try:
         reader = TensorReader(folder)
         saved_keys = set(reader.read_metadata().state_dict_metadata)
+        # These name the flag that differs; dcp would only name a key that is missing.
         _check_adapters(saved_keys, set(state), folder)
         _check_moments(saved_keys, set(state), folder)
         _check_frozen(saved_keys, set(state), folder)
@@ -139,6 +144,7 @@ def load_training_state(
     for key, moment in moments.items():
         moment.write_all(cast(torch.Tensor, state[key].values).view(-1))
     for parameter in model.parameters():
+        # The state holds one step count for all weights, as every update steps all of them.
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
     return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}

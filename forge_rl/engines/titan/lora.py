@@ -69,10 +69,12 @@ def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings
     lora, experts = settings.lora, architecture.experts
     modules = adapted_modules(architecture, lora)
     linear = linear_modules(architecture)
+    # Only the base: the adapters' parameters, added below, stay trained.
     model.requires_grad_(False)
     model.adapters = AdapterSwitch(lora, settings.lora_seed, travel=lora.publish == "adapters")
     for layer in model.get_submodule("layers").children():
         for name, module in list(layer.named_modules()):
+            # Kept from before quantisation: the adapter takes its device and dtype.
             weight: Any = getattr(module, "weight", None)
             if lora.base_format != "full" and name in linear:
                 quantize_base(module, lora.base_format, resolve_dtype(settings.dtype))
@@ -86,7 +88,7 @@ def add_adapters(model: Any, architecture: Architecture, settings: TrainSettings
 
 
 def _adapt(module: Any, weight: torch.Tensor, switch: AdapterSwitch) -> None:
-    """Turn a linear layer into one with an adapter, of the device and dtype of the weight that it was built with."""
+    """Turn a linear layer into one with an adapter, on the device and in the dtype of the layer's original weight."""
     factory: Any = {"device": weight.device, "dtype": weight.dtype}
     module.lora_A = nn.Parameter(torch.empty(switch.lora.rank, module.in_features, **factory))
     module.lora_B = nn.Parameter(torch.empty(module.out_features, switch.lora.rank, **factory))
@@ -103,6 +105,8 @@ def _adapt(module: Any, weight: torch.Tensor, switch: AdapterSwitch) -> None:
         return
     replicated = dense_param_placement(tp=spmd.R)
     places = {_A: replicated, _B: replicated}
+    # A column-parallel matrix splits its outputs, and so B. A row-parallel one splits its inputs, and so A. The other
+    # factor is whole on each rank.
     for dim, name in ((0, _B), (1, _A)):
         if placement == dense_param_placement(tp=spmd.S(dim)):
             places[name] = placement
@@ -123,6 +127,7 @@ def _adapted_class(kind: Any) -> Any:
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             """Project [..., inputs] to [..., outputs]."""
+            # The base's own product, quantised or not.
             out: torch.Tensor = super().forward(input)
             if not self.adapters.on:
                 return out
@@ -137,14 +142,16 @@ def _adapted_class(kind: Any) -> Any:
 def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Multiply [..., inputs] by A and B: [..., outputs], distributed as the layer's own product.
 
-    Tensor-parallel ranks compute on their parts. One that holds all of A or B has the gradient of its part of the other
-    only, which the backward pass sums.
+    Tensor-parallel ranks compute on their parts. Where one factor is whole on each rank, a rank's gradient of it covers
+    only the rank's part of the other factor; the backward pass sums over ranks.
     """
     a, b = (rounded_factor(factor, module.adapters.lora) for factor in (module.lora_A, module.lora_B))
     inputs = module.adapters.dropped(module.adapter_name, inputs)
     if not isinstance(a, DTensor) or not isinstance(b, DTensor):
         return nn.functional.linear(nn.functional.linear(inputs, a), b)
     mesh, (a_place,), (b_place,) = a.device_mesh, a.placements, b.placements
+    # Replicated matrices let each rank compute on its own tokens. Otherwise x must be split like A's inputs, and the
+    # result is a partial sum (A split) or a split of the outputs (B split).
     is_whole = a_place.is_replicate() and b_place.is_replicate()
     placements: list[Placement] = []
     x, grads = inputs, [Replicate()] if is_whole else [Partial()]
@@ -154,12 +161,14 @@ def _adapter_product(module: Any, inputs: torch.Tensor) -> torch.Tensor:
             input_placements = [Shard(inputs.ndim - 1) if isinstance(a_place, Shard) else Replicate()]
         elif not inputs.placements[0].is_replicate():
             grads = [Partial()]  # of this rank's tokens
+        # With B split, each rank sees only its outputs' share of x's gradient.
         x_grads = [Partial()] if isinstance(b_place, Shard) else input_placements
         x = inputs.redistribute(placements=input_placements).to_local(grad_placements=x_grads)
         placements = (
             input_placements if is_whole else [Partial() if isinstance(a_place, Shard) else Shard(inputs.ndim - 1)]
         )
     parts = [
+        # A split factor's gradient is complete on its rank; a whole one's is summed where it is partial.
         factor.to_local(grad_placements=list(factor.placements) if factor.placements[0].is_shard() else grads)
         for factor in (a, b)
     ]
@@ -195,6 +204,7 @@ def init_adapters(model: Any) -> None:
     with torch.no_grad():
         for pair in factor_pairs(model):
             a, b = pair.parameters
+            # Dropout is drawn by this name, the same in every layout.
             if not pair.prefix:
                 pair.module.adapter_name = pair.name
             values_of(a).copy_(slice_of(a).of(first_factor(pair.name, a.shape, model.adapters.seed)))
@@ -223,8 +233,8 @@ def without_adapters(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def row_parts(model: Any, parts: Sequence[RowPart]) -> Iterator[None]:
-    """Let each part of a row have its own adapter during the body, which runs the row's passes, both of them: the
-    backward pass may compute layers again."""
+    """Give each part of a row its own adapter while the body runs. The body must include the backward pass, which may
+    recompute layers."""
     model.adapters.parts = parts
     try:
         yield
@@ -248,6 +258,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
         return specs(model)
     factors, scales, dtype = list[TensorSpec](), dict[str, float](), _factor_dtype(model)
     for pair in factor_pairs(model):
+        # Only shapes matter here.
         a, b = (torch.empty(factor.shape, device="meta") for factor in pair.parameters)
         for name, *views in pair.published(model, (a, b)):
             scales[name] = pair.scale
@@ -255,6 +266,7 @@ def published_specs(model: Any) -> tuple[TensorSpec, ...]:
                 factors.append(TensorSpec(name=factor, shape=tuple(view.shape), dtype=dtype))
     if not model.adapters.travel:
         return specs(model, changed=scales)
+    # Readers need the factors before the weights that they are added to.
     return (*factors, *(replace(spec, adapter_scale=scales.get(spec.name)) for spec in specs(model)))
 
 
@@ -287,8 +299,8 @@ def published_shards(model: Any, ranks: range) -> Iterator[LocalShard]:
 
 
 def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardReport]:
-    """Fingerprint this rank's slices of adapted weights with the adapters added, as readers of a version have to hold
-    them; none if adapters do not travel. Every rank calls this."""
+    """Fingerprint this rank's slices of adapted weights with the adapters added, which is what readers of a version
+    must hold; empty if adapters do not travel. Every rank calls this."""
     if model.adapters is None or not model.adapters.travel:
         return []
     entries = {entry.name: entry for entry in drafted.tensors}
@@ -297,9 +309,11 @@ def merged_reports(model: Any, ranks: range, drafted: Manifest) -> list[ShardRep
     reports = []
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
+        # Like `local_shards`, only one of the ranks that hold a slice reports it.
         if name not in merge.products or not tensor_slice.numel or not publishes(parameter, ranks):
             continue
         parts = list(model.names.parts(name, parameter.shape, tensor_slice))
+        # Readers hold the base in its published dtype, so the sum starts from the rounded weight.
         merged = merge(name, tensor_slice, values_of(parameter).to(entries[parts[0].name].torch_dtype))
         moves = [Move(None, part.of(merged), entries[part.name].shape, part.tensor_slice) for part in parts]
         reports += [
@@ -335,6 +349,7 @@ def _whole_factors(model: Any, ranks: range, published_dtype: torch.dtype = torc
     pairs = list(factor_pairs(model))
     parameters = [factor for pair in pairs for factor in pair.parameters]
     device = values_of(parameters[0]).device
+    # One collective for all factors, instead of one for each.
     flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=device)
     whole_factors = [
         part.view(p.shape) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)

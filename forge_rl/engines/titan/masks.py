@@ -28,7 +28,7 @@ _LENGTHS = (
 
 
 def compile_once(max_graphs: int = 16) -> None:
-    """Have one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past `max_graphs`.
+    """Let one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past `max_graphs`.
 
     By default Dynamo specialises on the first length and recompiles for others. After 8 graphs of a function it
     silently runs it uncompiled, in which case FlexAttention materialises all scores of a row. Here a model takes one
@@ -76,6 +76,7 @@ def _tree_masks(row: Row, queries: torch.Tensor | None, window: int | None) -> t
         return tree_masks(row, slice(0, len(row)), window)
     ends = [0, *((queries.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(queries)]
     runs = [slice(int(queries[first]), int(queries[end - 1]) + 1) for first, end in itertools.pairwise(ends)]
+    # The runs of a split row share the memory for kept biases that a whole row would have.
     return tuple(mask for run in runs for mask in tree_masks(row, run, window, MASK_BYTES // len(runs)))
 
 
@@ -84,6 +85,7 @@ def block_mask(row: Row, queries: torch.Tensor | None, window: int | None = None
     """Return FlexAttention's block mask; takes the arguments of `attention_mask`."""
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        # Under context parallelism this rank's queries are scattered over the row; the keys are always the whole row's.
         q = q if queries is None else queries[q]
         is_visible = attends(row.until, q, k)
         return is_visible if window is None else is_visible & (row.positions[q] - row.positions[k] < window)

@@ -15,7 +15,7 @@ _LARGE = 320 << 16
 
 
 class MasterWeights:
-    """Has a model's passes run on copies of its weights in a narrower dtype, and adds up their gradients in float32.
+    """Runs a model's passes on copies of its weights in a narrower dtype, and adds up their gradients in float32.
 
         model.masters = MasterWeights(model, torch.bfloat16)
         model(tokens, positions, masks).sum().backward()  # the forward pass makes the copies, for all further passes
@@ -44,6 +44,7 @@ class MasterWeights:
         self._places = places
         self._units = [_Unit(masters) for masters in _grouped(model, places)]
         self._is_cast = False
+        # Made at the first forward pass, copies serve all rows until `release`.
         model.register_forward_pre_hook(lambda *_: self.cast())
 
     @torch.no_grad()
@@ -54,6 +55,7 @@ class MasterWeights:
         copies, masters = list[torch.Tensor](), list[torch.Tensor]()
         for unit in self._units:
             for master, weight in zip(unit.masters, unit.cast(self._dtype), strict=True):
+                # The copies' memory is filled below, in as few operations as torch allows.
                 copies.append(weight.data)
                 masters.append(master)
                 self._put(master, weight)
@@ -97,7 +99,7 @@ class _Unit:
         self._sum = GradientSum(masters)
 
     def cast(self, dtype: torch.dtype) -> list[nn.Parameter]:
-        """Allocate the copies, whose values are to be set."""
+        """Allocate the copies; the caller fills in their values."""
         is_trained, dim, shape = self.masters[0].requires_grad, joint_dim(self.masters), [*self.masters[0].shape]
         lengths = [master.shape[dim] for master in self.masters]
         shape[dim] = sum(lengths)
@@ -105,6 +107,7 @@ class _Unit:
         self.whole = nn.Parameter(values, requires_grad=is_trained)
         self._copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths, dim)]
         if is_trained:
+            # The joint copy and its parts add to the same sum, whichever a product reads.
             self._add_up(self.whole, None)
             for member, copy in enumerate(self._copies):
                 self._add_up(copy, member)
@@ -113,7 +116,7 @@ class _Unit:
         return self._copies
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether weights are all of the copies, in their order."""
+        """Return whether the weights are exactly the copies, in order."""
         return len(weights) == len(self._copies) and all(
             weight is copy for weight, copy in zip(weights, self._copies, strict=True)
         )
@@ -127,7 +130,7 @@ class _Unit:
         self._copies = []
 
     def _add_up(self, copy: nn.Parameter, member: int | None) -> None:
-        """Have the gradients of a copy added to its master's: by functions that know of the place, and by autograd."""
+        """Route a copy's gradients to its master: by functions that know the place, or by a hook on autograd's own."""
         place = SumPlace(self._sum, member)
         copy.sum_place = place  # type: ignore[attr-defined]
 
@@ -144,6 +147,7 @@ def _grouped(model: nn.Module, masters: Any) -> Iterator[list[nn.Parameter]]:
     joint_masters: dict[nn.Parameter, list[nn.Parameter]] = {}
     for module in model.modules():
         for weights in getattr(module, "joint_weights", ()):
+            # Joint copies share one buffer, so members may differ only in the dimension along which they are joined.
             is_alike = len({(weight.requires_grad, weight.shape[1:]) for weight in weights}) == 1
             if is_alike and len(set(weights)) == len(weights) and all(weight in masters for weight in weights):
                 joint_masters |= dict.fromkeys(weights, weights)

@@ -42,7 +42,7 @@ class Measures:
     def read(self, *extra_numbers: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
         """Sync the device; return the merged values and the other scalars.
 
-        Means and maxima over nothing are left out; such a maximum is -inf.
+        Means and maxima over nothing are left out; a maximum over nothing is -inf.
         """
         numbers = [*self._numbers, *extra_numbers]
         # Joined by dtype, so that the device converts a few tensors and not each number.
@@ -56,6 +56,7 @@ class Measures:
             dtype: iter([next(values_of_dtypes) for tensor in tensors for _ in range(len(tensor))])
             for dtype, tensors in flat.items()
         }
+        # Hand the numbers back in the order in which they were added; each dtype's values come in that order.
         number_lists = [
             [next(host_values[number.dtype]) for _ in range(number.numel())]
             if isinstance(number, torch.Tensor)
@@ -89,6 +90,7 @@ def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: li
     """
     outputs = inputs.logprobs if inputs.values is None else inputs.values
     try:
+        # Once a row has failed, the update is lost: later rows skip the loss, and only keep the passes in step.
         if failed:
             return outputs.sum() * math.nan
         total, sums = call_loss(loss, inputs)
@@ -127,9 +129,11 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         return
     # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
     mask, difference = inputs.mask, inputs.logprobs - inputs.behaviour
+    # A negative version marks tokens that no engine sampled, such as given answers.
     sampled, gap = mask & (inputs.versions >= 0), difference.abs()
     fresh = torch.zeros_like(mask) if version is None else sampled & (inputs.versions == version)
     masks = torch.stack([fresh, sampled ^ fresh])
+    # Tokens outside a mask become -inf: the maximum ignores them, and the clamp turns them into 0 for the sum.
     gaps = gap.where(masks, -math.inf)
     totals, counts, largest = gaps.clamp(min=0).sum(dim=1), masks.sum(dim=1), gaps.amax(dim=1)
     for index, name in enumerate(("logprob_gap", "logprob_drift")):
@@ -165,7 +169,7 @@ def _measure_sampled(
     zero, indicator = difference.new_zeros(()), sampled.to(difference.dtype)
     log_ratio = difference.where(sampled, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, distance = log_ratio.exp() * indicator, log_ratio.abs()
-    # Of each token, and 0 where it does not count.
+    # Per-token values, 0 wherever a token does not count.
     values = {"count": indicator, "ratio": ratio, "squares": ratio.square()}
     if inputs.entropy is not None:
         values |= {"entropy": inputs.entropy.where(mask, zero), "entropies": mask.to(difference.dtype)}
@@ -176,9 +180,11 @@ def _measure_sampled(
         divergences["kl_reference"] = estimates(reference_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     kinds = [f"{name}/{kind}" for name, kinds in divergences.items() for kind in kinds]
     values |= zip(kinds, (value for kinds in divergences.values() for value in kinds.values()), strict=True)
+    # With several sources, one `index_add_` computes every sum of every source.
     names = sorted(set(inputs.sources))
     if len(names) > 1:
         source_index = {name: index for index, name in enumerate(names)}
+        # Padding has group -1, which indexes the extra last entry; its values are all 0.
         group_sources = torch.tensor([*(source_index[name] for name in inputs.sources), 0], device=mask.device)
         token_sources = group_sources[inputs.groups.long().clamp(min=-1)]
         sums = difference.new_zeros(len(values), len(names)).index_add_(
@@ -191,6 +197,7 @@ def _measure_sampled(
     tails = difference.new_zeros(max(1, len(names)) * Tail.BINS).index_add_(0, bins, indicator).view(-1, Tail.BINS)
     by_name = dict(zip(values, sums, strict=True))
     count = by_name["count"]
+    # The largest |log ratio| stands for both directions: a ratio of 1/8 counts as 8.
     largest = largest.exp().where(count > 0, -math.inf)
     # All sources merge to the overall values.
     for index, suffixes in enumerate([("", f"/{name}") for name in names] if len(names) > 1 else [("",)]):
@@ -210,6 +217,7 @@ def _measure_values(values: torch.Tensor, inputs: LossInputs, tokens: int, measu
     measures.add("values/mean", Mean, values.where(inputs.mask, 0.0).sum(), tokens)
     returns = inputs.columns.get("returns")
     if returns is not None:
+        # Explained variance subtracts sums of squares, which would cancel in float32.
         targets = returns.where(inputs.mask, 0.0).double()
         errors = (returns - values).where(inputs.mask, 0.0).double()
         measures.add("values/returns", Mean, targets.sum(), tokens)

@@ -29,11 +29,11 @@ class MixedPass:
     update: Update
     backward: bool
     switch: AdapterSwitch
-    """The adapter's scale and seed."""
+    """The adapter's scale, seed and dropout."""
     planned: int
     """Number of the adapter's earlier passes."""
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    """A and B of each adapted module by its name, leaves to which the gradients are added."""
+    """A and B of each adapted module, by name; leaves that accumulate the gradients."""
     statistics: Sequence[Mapping[str, torch.Tensor]] = ()
     """The loss's statistics of each row."""
     measures: Measures = field(default_factory=Measures)
@@ -77,26 +77,27 @@ class _PassRow:
 
     @property
     def kind(self) -> tuple[bool, Scoring, bool, int]:
-        """What has to be equal of rows that are computed together."""
+        """What rows must have in common to be computed together."""
         update, top_ids = self.mixed_pass.update, self.row.columns.get("top_ids")
         observations = "observations" in update.loss.needs
         return self.mixed_pass.backward, update.scoring, observations, 0 if top_ids is None else top_ids.shape[1]
 
     def part(self, tokens: slice) -> RowPart:
-        """Return the row as a part of a longer one."""
+        """Return this row as part of a longer one."""
         mixed_pass = self.mixed_pass
         draw = (mixed_pass.planned, *self.row.token_ids.tolist()) if mixed_pass.switch.lora.dropout else ()
         return RowPart(tokens, replace(mixed_pass.switch, row=draw), mixed_pass.factors)
 
 
 def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:
-    """Run passes over rows of at most `longest` tokens, each of one adapter or of several.
+    """Run passes over rows of at most `longest` tokens, each shared by one or more adapters.
 
-    Errors and gradients are then in the passes.
+    Errors and gradients are left in the passes.
 
     Raises:
         Exception: a row could not be computed, such as for lack of memory; no pass counts then.
     """
+    # Losses with statistics need all scores of their pass before the first gradient.
     _find_statistics(engine, passes, longest)
     for rows in _arranged(_rows_of(passes), longest):
         _run_row(engine, rows)
@@ -106,13 +107,15 @@ def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) ->
 
 
 def joined(rows: Sequence[Row]) -> Row:
-    """Lay rows end to end, none of which sees another.
+    """Lay rows end to end, without any of them seeing another.
 
-    They keep their padding: where attention is computed in blocks, no block then has tokens of two rows, in which 0
-    times the NaN of one would be NaN in the other.
+    They keep their padding. Where attention is computed in blocks, no block then holds tokens of two rows, where 0
+    times one row's NaN would spread to the other.
     """
     starts = list(accumulate((len(row) for row in rows), initial=0))
+    # Tree numbers are shifted so that rows stay in different trees; padding stays negative.
     trees = list(accumulate((int(row.trees.max()) + 1 for row in rows), initial=0))
+    # Experts' choices are left out: models with experts are not mixed.
     tensors = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors() if name != "routed"}
     tensors["until"] = torch.cat([row.until + start for row, start in zip(rows, starts, strict=False)])
     tensors["trees"] = torch.cat(
@@ -129,7 +132,7 @@ def _rows_of(passes: Iterable[MixedPass]) -> Iterator[_PassRow]:
 
 
 def _arranged(rows: Iterable[_PassRow], longest: int) -> list[list[_PassRow]]:
-    """Put each row to the first ones of its kind that leave room for it."""
+    """Put each row into the first bin of its kind with room for it."""
     bins = list[tuple[object, list[_PassRow]]]()
     for pass_row in rows:
         for kind, bin_rows in bins:
@@ -180,10 +183,12 @@ def _find_statistics(engine: TitanEngine, passes: Sequence[MixedPass], longest: 
         for row, tokens in zip(rows, slices, strict=True):
             device_row = engine.scorer.on_device(row.row)
             places = device_row.row.mask.nonzero()[:, 0]
+            # Statistics belong to one pass each, however its rows were arranged.
             row_inputs = _inputs(device_row, row, _part(scores, tokens))
             inputs[id(row.mixed_pass)][row.index] = row_inputs.at(places), places
     reshard(engine.model)
     for mixed_pass in needing:
+        # Back into the order of the pass's own rows.
         parts = [part for _, part in sorted(inputs[id(mixed_pass)].items())]
         lengths = [len(row) for row in mixed_pass.update.minibatch.rows]
         row_places = [(indices, length) for (_, indices), length in zip(parts, lengths, strict=True)]
@@ -205,24 +210,29 @@ def _run_row(engine: TitanEngine, rows: Sequence[_PassRow]) -> None:
             with torch.no_grad():  # without dropout
                 recorded = _score(engine, rows)
             reshard(engine.model)
+        # The kind includes `backward`, so the rows agree on it.
         with torch.set_grad_enabled(backward):
             scores = _score(engine, rows)
+        # Each loss is cut off from the shared pass, so that its gradient can be checked before it flows into shared
+        # layers.
         grads = [_gradients(engine, row, _part(scores, tokens)) for row, tokens in zip(rows, slices, strict=True)]
         for row, tokens in zip(rows, slices, strict=True):
             row.mixed_pass.logprobs[row.index] = (recorded or scores).first[tokens].detach()
         if backward:
             outputs = [output for output in (scores.logprobs, scores.entropy) if output.requires_grad]
+            # One backward pass serves all adapters.
             torch.autograd.backward(outputs, [torch.cat(parts) for parts in zip(*grads, strict=True)])
 
 
 def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> list[torch.Tensor]:
     """Compute a row's loss, measure it, and return the loss's gradient by each score that has one.
 
-    One that is not finite makes the pass fail, and goes no further, as the base's layers compute all rows together.
+    A gradient that is not finite fails the pass and is replaced by zeros: the base's layers compute all rows together.
     """
     mixed_pass, update = pass_row.mixed_pass, pass_row.mixed_pass.update
     leaves = [output for output in (scores.logprobs, scores.entropy) if output.requires_grad]
     zeros = [torch.zeros_like(leaf) for leaf in leaves]
+    # Its rows still run with the others', but contribute no gradient.
     if mixed_pass.error is not None:
         return zeros
     device_row = engine.scorer.on_device(pass_row.row, observations="observations" in update.loss.needs)
@@ -241,4 +251,5 @@ def _gradients(engine: TitanEngine, pass_row: _PassRow, scores: TokenScores) -> 
     row_grads = [zero if grad is None else grad for zero, grad in zip(zeros, grads, strict=True)]
     is_finite = torch.stack([grad.isfinite().all() for grad in row_grads]).all()
     mixed_pass.finite.append(is_finite)
+    # On the device: no sync per row, see `check_gradient`.
     return [torch.where(is_finite, grad, 0.0) for grad in row_grads]

@@ -59,7 +59,7 @@ class PolicyModel(Decoder):
     names: Names | SameNames
     """Hugging Face's names of its weights."""
     steers = False
-    """Whether training moves the biases in the choice of experts, which are buffers."""
+    """Whether training moves the biases that choose experts; these are buffers."""
     offloads: HostCopies | None = None
     """Copies of layers' inputs in host memory, if they are kept there."""
     recomputed_tokens: int | None = None
@@ -97,15 +97,18 @@ class PolicyModel(Decoder):
                 these only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
+        # A later pipeline stage has no embedding: its "tokens" are hidden states.
         hidden = tokens if self.tok_embeddings is None else embed(self.tok_embeddings, tokens)
         delta: torch.Tensor | None = None  # what the last layer has left to add
         for layer in self.layers.values():
+            # `deferred` bypasses the layer's `__call__`, and with it FSDP's hooks. With masters there is no FSDP.
             if self.masters is not None and isinstance(layer, FusedBlock) and layer.defers(hidden):
                 hidden, delta = layer.deferred(hidden, delta, attention_masks, positions)
             else:
                 hidden, delta = layer(_sum(hidden, delta), attention_masks, positions), None
         if self.norm is None:
             return _sum(hidden, delta)
+        # The final norm takes the last residual along, as each layer's first norm does.
         if delta is not None and has_kernels(hidden, "norms") and is_plain(self.norm):
             hidden = add_norm(hidden, delta, self.norm.weight, self.norm.eps)[1]
         else:
@@ -133,6 +136,7 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
         values: build a value model, with one output for each token in place of logits.
     """
     a = architecture
+    # RoPE's cache need only cover the longest row, however many positions the model supports.
     positions = min(a.max_positions, settings.longest_row)
     config = PolicyModel.Config(
         dim=a.dim,
@@ -148,12 +152,14 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
     a.family.set_sharding(
         config, enable_sp=settings.tensor_parallel_degree > 1, enable_ep=settings.expert_parallel_degree > 1
     )
+    # A value head has a single row, which tensor-parallel ranks cannot split.
     if values:
         config.lm_head.sharding_config = ShardingConfig(
             state_shardings={"weight": dense_param_placement(tp=spmd.R)},
         )
     model = cast(PolicyModel, config.build())
     model.names = replace(a.family.names, head=VALUE_HEAD) if values else a.family.names
+    # Replayed experts are looked up by the layer's number in the whole model, on whatever stage it is.
     for number, layer in model.layers.items():
         for router in routers(layer):
             router.layer = int(number)
@@ -168,7 +174,7 @@ def recompute_activations(
     """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers.
 
     Args:
-        offload: keep the layers' inputs in host memory; with full checkpointing only.
+        offload: keep the layers' inputs in host memory; requires full checkpointing.
     """
     if mode != "none":
         policy = FullAC if mode == "full" else SelectiveAC
@@ -204,6 +210,7 @@ def gqa_layer(
         qk_norm=norm(a, a.head_dim) if qk_norm else None,
     )
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias
+    # torchtitan builds the config; only its class changes, to the one that uses the kernels.
     fused = FusedAttention.Config(**{field.name: getattr(attention, field.name) for field in fields(attention)})
     return FusedBlock.Config(
         attention=fused, attention_norm=norm(a, a.dim), ffn_norm=norm(a, a.dim), **network(a, index)

@@ -95,6 +95,7 @@ class WideDispatcher(AllToAllTokenDispatcher):
         self, rows: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, x_TD: torch.Tensor
     ) -> torch.Tensor:
         """Sum rows of results, [N, dim], by their tokens, [N], weighted by score, [N]: [T, dim]."""
+        # Scores are at least float32; the product is rounded once, before the sum.
         weighed = (rows * scores[:, None]).to(rows.dtype)
         index = tokens[:, None].expand(-1, x_TD.shape[-1])
         combined: torch.Tensor = deterministic_scatter_add(torch.zeros_like(x_TD), index, weighed)
@@ -111,6 +112,7 @@ class PlainExperts(GroupedExperts):
     @property
     def joint_weights(self) -> list[tuple[nn.Parameter, ...]]:
         """See `MasterWeights`."""
+        # Only a single rank has masters, and weights that are plain tensors.
         return [] if isinstance(self.w1_EFD, DTensor) else [(self.w1_EFD, self.w3_EFD)]
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
@@ -119,13 +121,16 @@ class PlainExperts(GroupedExperts):
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
+        # torchtitan names them w1, w2 and w3, in this order; adapters' factors come behind.
         gate, down, up, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         joint = joint_weight(gate, up)
+        # Without adapters, gate and up-projection are one product if their copies lie one after the other.
         if joint is not None and not factors and has_kernels(x, "swiglu"):
             return expert_linear(joint_swiglu(expert_linear(x, joint, ends)), down, ends)
         a, b = expert_linear(x, gate, ends), expert_linear(x, up, ends)
         if factors:
+            # Gate and up-projection share an A, so their adapters act on both outputs joined.
             a, b = expert_sum(self, torch.cat([a, b], dim=-1), x, factors[:2], ends).chunk(2, dim=-1)
         hidden = plain_swiglu(a, b) if has_kernels(a, "swiglu") else nn.functional.silu(a) * b
         return expert_sum(self, expert_linear(hidden, down, ends), hidden, factors[2:], ends)

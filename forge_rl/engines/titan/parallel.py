@@ -101,10 +101,13 @@ class Parallelism:
         if isinstance(model, GeneralModel):
             self._shard_general(model, dtype)
             return
+        # Checked on the whole model, before the cut, so that every rank raises the same error.
         if self.stage.count > 1:
             check_trained(model, self._layers)
         self.stage.cut(model)
         if self._cp is not None:
+            # torchtitan's wrapper is the outer one: it has gathered all ranks' keys and values before
+            # `_with_keys_of_row` orders them.
             layers: list[Any] = list(model.layers.values())
             attentions = [layer.attention.inner_attention for layer in layers]
             for attention in attentions:
@@ -128,9 +131,12 @@ class Parallelism:
             model,
             dims.get_mesh([*copies, "fsdp"]),
             param_dtype=dtype,
+            # Gradients are summed over ranks in at least float32, whatever the passes' dtype.
             reduce_dtype=torch.promote_types(dtype, torch.float32),
             pp_enabled=False,
             cpu_offload=self._settings.enable_cpu_offload,
+            # Where FSDP only casts, there is no memory to save, and resharding would cast the weights again for each
+            # row.
             reshard_after_forward_policy="default" if gathers else "never",
             ep_degree=dims.ep,
             edp_mesh=dims.get_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
@@ -139,7 +145,7 @@ class Parallelism:
 
     @property
     def only_casts(self) -> bool:
-        """True if FSDP gathers no weights, as no ranks share them: it casts them, once for forward and backward."""
+        """True if no ranks share weights: FSDP then gathers nothing, and only casts, once for forward and backward."""
         return not (self._dims.fsdp_enabled or self._dims.ep_enabled)
 
     def _shard_general(self, model: GeneralModel, dtype: torch.dtype) -> None:
@@ -170,7 +176,7 @@ class Parallelism:
         return split, split.tokens[self._cp.get_local_rank()]
 
     def begin(self, device_row: DeviceRow) -> None:
-        """Prepare the next forward and backward pass, which are of this row."""
+        """Prepare the forward and backward pass of a row."""
         self._order = device_row.order
 
     def gather(self, part: torch.Tensor, device_row: DeviceRow) -> torch.Tensor:
@@ -185,8 +191,10 @@ class Parallelism:
         return row
 
     def clip(self, model: PolicyModel | GeneralModel, max_norm: float) -> torch.Tensor:
-        """Add up the gradients of a weight that two stages hold, and scale all gradients to the maximum norm, if it is
-        exceeded. Returns the norm before scaling, over all ranks, in which that weight counts once."""
+        """Sum the gradients of a weight that two stages hold, then clip all gradients to a global norm. Returns the
+        norm before clipping, over all ranks, in which that weight counts once."""
+        # Each end holds its own part of the tied weight's gradient: the embedding's on the first stage, the head's on
+        # the last.
         tied = self._tied(model)
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
@@ -199,18 +207,20 @@ class Parallelism:
             pp_mesh=None if self.stages is None else self._dims.get_mesh("pp"),
             ep_enabled=self._settings.expert_parallel_degree > 1,
         )
+        # Left out of the norm, the copy is scaled by the same factor as the original, so both stay equal.
         if copy is not None:
             nn.utils.clip_grads_with_norm_([copy], max_norm, norm)
         return norm
 
     def copy_tied(self, model: PolicyModel | GeneralModel) -> None:
-        """After an update, copy a weight that the first and the last stage hold to the last one: moments that are
-        rounded at random would move them apart."""
+        """Copy a weight that the first and last stages share from the first to the last one, after an update: with
+        stochastically rounded moments the two would drift apart."""
         if (tied := self._tied(model)) is not None:
+            # The sender is the rank with this rank's place in the first stage.
             dist.broadcast(local(tied.detach()), src=dist.get_rank() % len(self.stage.ranks), group=self._ends)
 
     def _tied(self, model: PolicyModel | GeneralModel) -> nn.Parameter | None:
-        """Return the weight that the first and the last stage hold, if this is one of them."""
+        """Return this stage's copy of the weight that the first and last stages share; None without one."""
         if not model.spans_tie or not (self.stage.is_first or self.stage.is_last):
             return None
         assert isinstance(model, PolicyModel), "others have one stage"
@@ -219,13 +229,14 @@ class Parallelism:
 
     @property
     def mixtures(self) -> slice:
-        """This stage's layers with experts, as a slice of the model's."""
+        """This stage's layers with experts, as a slice of the model's expert layers."""
         experts = self._architecture.experts
         indices = [index for index, layer in enumerate(experts.layers if experts else ()) if layer in self.stage.layers]
         return slice(indices[0], indices[-1] + 1) if indices else slice(0, 0)
 
     def in_whole_model(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """Pad numbers of this stage's expert layers, along a dim, to all expert layers of the model, with zeros."""
+        """Place values of this stage's expert layers, along a dim, among all expert layers of the model; the rest is
+        0."""
         if self.stages is None:
             return values
         experts = self._architecture.experts
@@ -237,16 +248,18 @@ class Parallelism:
         return model_values
 
     def _end_groups(self, stage_ranks: int) -> dist.ProcessGroup | None:
-        """Make a group of each place in the first stage and the same in the last; return this rank's, if any."""
+        """Pair each rank of the first stage with its counterpart in the last one; return this rank's group, if any."""
         end_group = None
         for place in range(stage_ranks):
             pair = [place, dist.get_world_size() - stage_ranks + place]
+            # Every rank must create every group, in the same order, even those that it does not join.
             group = dist.new_group(pair)
             end_group = group if dist.get_rank() in pair else end_group
         return end_group
 
     def _with_keys_of_row(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap attention over a whole row's keys and values, `[1, L, heads, width]`, which come rank after rank."""
+        """Wrap attention over a whole row's keys and values, `[1, L, heads, width]`, to put them in the row's order
+        first: they arrive rank after rank."""
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if self._order is not None:
@@ -257,8 +270,8 @@ class Parallelism:
 
 
 def _clip_over_meshes(weights: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale gradients to a maximum norm, if it is exceeded, of weights on several meshes, such as those that
-    tensor-parallel ranks split and others; returns the norm before scaling, over all ranks."""
+    """Clip the gradients of weights on several meshes, such as sharded and replicated ones under tensor parallelism, to
+    a global norm; returns the norm before clipping, over all ranks."""
     groups: dict[DeviceMesh, list[nn.Parameter]] = {}
     for weight in weights:
         if weight.grad is not None:
@@ -266,6 +279,7 @@ def _clip_over_meshes(weights: list[nn.Parameter], max_norm: float) -> torch.Ten
     norms = [
         nn.utils.get_total_norm([cast(torch.Tensor, weight.grad) for weight in group]) for group in groups.values()
     ]
+    # Each mesh's norm is first completed over its own ranks; norms over disjoint weights then combine as a norm.
     norm: torch.Tensor = torch.stack([cast(DTensor, group_norm).full_tensor() for group_norm in norms]).norm()
     for group in groups.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, norm)
@@ -273,7 +287,7 @@ def _clip_over_meshes(weights: list[nn.Parameter], max_norm: float) -> torch.Ten
 
 
 def _sum_over_ranks(model: nn.Module) -> None:
-    """Have gloo, which has no PREMUL_SUM, sum gradients over ranks.
+    """Make FSDP reduce gradients by plain sums on gloo, which lacks PREMUL_SUM.
 
     The loss is normalised by a global token count, so gradients are summed: torchtitan has disabled averaging.
     """
@@ -315,6 +329,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (local_indices,) = ctx.saved_tensors
+        # No reduction over peers: each backpropagates through its own part of the same loss, and FSDP sums the results.
         return grad.index_select(0, local_indices), None, None, None
 
 

@@ -31,7 +31,7 @@ from forge_rl.errors import ForgeError, ModelError
 from forge_rl.packing.rows import Row
 
 _EXPERTS = re.compile(r"\.(inner_)?experts\.")
-"""In names of weights of stacked experts, torchtitan's and transformers'."""
+"""Matches names of stacked experts' weights, torchtitan's and transformers'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ def plan_training(
         settings.context_parallel_degree,
         settings.pipeline_parallel_degree,
     )
+    # Ranks with transformers' models repeat the whole row, so their activations are not split.
     split = 1 if architecture.family.general else tp  # parts of a row's tokens
     key = (dtype, settings.activation_checkpointing, settings.frozen, settings.lora, tokens, values, tp // split)
     if key not in traces:
@@ -117,6 +118,7 @@ def plan_training(
         row, offloaded = row - (kept_layers - 1) * hidden_bytes, kept_layers * hidden_bytes
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
         layers = kept_layers if settings.activation_checkpointing == "none" else 1
+        # The other cp - 1 parts of each kept layer, and all cp parts of one layer as they were gathered.
         kv_elements = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * kv_elements * dtype.itemsize // tp
     is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES
@@ -146,7 +148,7 @@ def plan_training(
 def _hot_expert_bytes(architecture: Architecture, settings: TrainSettings, tokens: int, kept_layers: int) -> int:
     """Return a rank's additional bytes if its experts are chosen twice as often as the other ranks' experts.
 
-    It has 2 N / (N + 1) times the mean rank's rows, of N ranks: their inputs, both halves of the hidden activations,
+    Of N ranks, it has 2 N / (N + 1) times the mean's rows: their inputs, both halves of the hidden activations,
     SwiGLU and results in each layer, or with selective recomputation the inputs, which came from other ranks, and all
     of them twice in one layer, for its backward pass. Ranks that lend experts have the mean's rows, and the weights and
     gradients of borrowed experts.
@@ -178,6 +180,7 @@ def _heaviest_stage(trace: MemoryTrace, architecture: Architecture, stages: int,
     embedding, outside = a.vocab * a.dim, sum(trace.units[-1])
     stage_weights[0] += embedding
     stage_weights[-1] += outside if tied else outside - embedding
+    # Trained and small parameters are taken to be spread like all others.
     share = max(stage_weights) / trace.count
     row = trace.row * _layers_under_way(a, stages) // a.layers
     last = trace.row * len(layers[-1]) // a.layers + trace.head
@@ -227,6 +230,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     ]
     outside = sum(_elements(p, itemsize) for p in model.parameters() if id(p) not in inside)
     parts = [list(names_of(model).parts(name, weight.shape)) for name, weight in named_weights(model)]
+    # Split last: the figures above are of whole weights.
     if isinstance(model, GeneralModel) and settings.tensor_parallel_degree > 1:
         model.split(TensorPeers(size=settings.tensor_parallel_degree))
     try:
@@ -293,6 +297,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
         for layer in model.layers.values():
             layer.attention.inner_attention = TreeAttention(TreeAttention.Config())  # saves the same as FlexAttention
     recompute_activations(model, settings.activation_checkpointing)
+    # Gradients are planned separately; dropping each at once keeps them out of the peak.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
@@ -306,6 +311,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     elif windowed:
         masks = {"basic_mask": (mask,), "sliding_window_mask": (mask,)}
     peaks = []
+    # Scoring one position and then all of them: the difference is what the head adds.
     for score in (False, True):
         scored_indices = slice(None) if score else slice(0, 1)
         with _without_autocast(), LiveBytes() as live:
@@ -350,10 +356,12 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors(outputs):
             storage = tensor.untyped_storage()
             key = storage._cdata
+            # Views and in-place results bring no new memory.
             if key in input_keys or key in self._known:
                 continue
             self._known.add(key)
             self.live += storage.nbytes()
+            # The storage dies with its last tensor, and its bytes with it.
             weakref.finalize(storage, self._gone, key, storage.nbytes())
         self.peak = max(self.peak, self.live)
         return outputs

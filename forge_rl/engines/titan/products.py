@@ -23,14 +23,14 @@ from forge_rl.engines.titan.gradient_sums import SumPlace, room_for_parts, sum_p
 
 
 class Heads(NamedTuple):
-    """What to make of the heads of a product."""
+    """How to interpret the heads in a product's output."""
 
     queries: int
     """Number of the first heads, which are queries; half of the others are keys, and the last are values."""
     dim: int
     """Elements of a head."""
     eps: float
-    """Of the norms, if there are any."""
+    """Epsilon of the norms, if there are any."""
 
 
 def is_bare(layer: nn.Module) -> bool:
@@ -40,6 +40,7 @@ def is_bare(layer: nn.Module) -> bool:
 
 def embed(embedding: Any, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the embeddings of token ids, [..., dim]."""
+    # Without a place to add to, autograd takes the embedding's gradient.
     if (place := sum_place(embedding.weight)) is None:
         out: torch.Tensor = embedding(token_ids)
         return out
@@ -62,7 +63,7 @@ def joint_linear(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def gated_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return silu(x A^T) x B^T, [..., hidden], of a weight that holds A and B one after the other."""
+    """Return silu(x A^T) x B^T, [..., hidden], where the weight holds A and B one after the other."""
     out: torch.Tensor = _GatedProduct.apply(x, weight)
     return out
 
@@ -81,7 +82,7 @@ def rotated_product(
 
     Args:
         weight: the three weights, one after the other.
-        norms: of the queries and of the keys, [head_dim] each.
+        norms: weights of the queries' norm and of the keys', [head_dim] each.
         cache: see `norm_rope`.
     """
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _RotatedProduct.apply(x, weight, *norms, cache, heads)
@@ -168,7 +169,8 @@ class _RotatedProduct(torch.autograd.Function):
         joint = (x @ weight.t()).unflatten(-1, (-1, heads.dim))
         keys = (joint.shape[-2] - heads.queries) // 2
         norms = query_norm, key_norm
-        # Without norms nothing else needs the product, so that the values are copied, and it is freed.
+        # The product itself is needed again only by norms. Without them, values are copied out of it, so that it can be
+        # freed.
         copied = keys if query_norm is None else 0
         rotated = rotated_heads(
             joint if copied else joint[:, :, :-keys], norms, cache, heads.queries, heads.eps, copied
@@ -185,6 +187,7 @@ class _RotatedProduct(torch.autograd.Function):
         grads = tuple(grad.contiguous() for grad in grads)
         keys, parts = grads[1].shape[-2], None
         if joint is not None:
+            # Values have no norm, so the norms' gradients read queries and keys only.
             joint = joint[:, :, :-keys]
             parts = room_for_parts(ctx.norm_places, norms, programs_of(joint.shape[1]))
         joint_grad = heads_gradient(joint, tuple(norms), cache, grads, parts, ctx.heads.eps)  # type: ignore[arg-type]
@@ -197,16 +200,18 @@ class _RotatedProduct(torch.autograd.Function):
 def _gradients(
     ctx: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients by x and by the weights of x W^T, but those that are added up in their places."""
+    """Return the gradients of x W^T by x and by the weights; None for a weight whose gradient is added in its place."""
     rows, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
     grad_x = None
     if ctx.needs_input_grad[0]:
         grad_x = flat[0] @ weights[0]
+        # The products add to each other in place, so no separate gradient of x is held for each weight.
         for grad, weight in zip(flat[1:], weights[1:], strict=True):
             grad_x.addmm_(grad, weight)
         grad_x = grad_x.view_as(x)
     grad_weights = [
         _weight_gradient(grad, rows, place) if is_trained else None
+        # needs_input_grad has further entries after the weights, such as those of norms.
         for grad, place, is_trained in zip(flat, ctx.places, ctx.needs_input_grad[1:], strict=False)
     ]
     return grad_x, *grad_weights

@@ -16,8 +16,8 @@ from torchtitan.models.common.param_init import skip_param_init
 from forge_rl.models.base_formats import BaseFormat, dequantize, quantize, stored_columns
 
 CODES, SCALES = "base_codes", "base_scales"
-"""Names of a quantised layer's parameters: [outputs, columns] uint8, and int32 that have the bits of float32, as FSDP
-would cast float32 to the dtype of the passes. FSDP shards both by rows."""
+"""Names of a quantised layer's parameters: codes, [outputs, columns] uint8, and scales, float32 held as int32 bits, as
+FSDP would cast float32 to the dtype of the passes. FSDP shards both by rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +50,9 @@ class QuantizedWeight:
         """Quantise this rank's rows, [rows, inputs]; returns False if a value is not finite."""
         codes, scales = quantize(values, self.base_format)
         _local(self.codes).copy_(codes)
+        # The bits of float32, not its value: see SCALES.
         _local(self.scales).copy_(scales.view(torch.int32))
+        # A block's scale is not finite if one of its values is not.
         return bool(scales.isfinite().all())
 
 
@@ -66,6 +68,7 @@ def quantize_base(module: Any, base_format: BaseFormat, dtype: torch.dtype) -> N
     ):
         values = torch.empty(module.out_features, columns, dtype=stored_dtype, **options)
         module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    # The derived class has a property of this name in its place.
     del module.weight
     if isinstance(module, Linear):
         module._param_init = dict(module._param_init or {}) | dict.fromkeys((CODES, SCALES), skip_param_init)
@@ -82,7 +85,7 @@ def quantized_weights(model: nn.Module) -> Iterator[QuantizedWeight]:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Count a model's parameters, of which a quantised matrix has as many as any other of its shape."""
+    """Count a model's parameters; a quantised matrix counts by its shape, as if it were held in full."""
     floats = sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point())
     return floats + sum(weight.shape.numel() for weight in quantized_weights(model))
 

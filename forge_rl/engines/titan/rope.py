@@ -49,6 +49,7 @@ def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any
             "scaling_factor": float(rope["factor"]),
             "low_freq_factor": 1.0,
             "high_freq_factor": 2.0,
+            # With a context of 0, every wavelength counts as long, so all frequencies are divided by the factor.
             "original_max_position_embeddings": 0,
         }
     elif rope["rope_type"] == "yarn":
@@ -98,6 +99,7 @@ class HalfRoPE(CosSinRoPE):
             return cache if config.amplitude == 1 else cache * config.amplitude
         frequencies = self._scale(1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
+        # Both elements of a pair, dim / 2 apart, turn by the same angle.
         angles = torch.cat([angles, angles], dim=-1)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -111,6 +113,7 @@ class HalfRoPE(CosSinRoPE):
         def turned(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor):
                 return rotate(x, cache)
+            # Heads are rotated independently, so each rank rotates its own.
             return DTensor.from_local(rotate(x.to_local(), cache), x.device_mesh, x.placements, run_check=False)
 
         return turned(query), turned(key)
@@ -126,6 +129,7 @@ class HalfRoPE(CosSinRoPE):
         """Scale as Llama 3.1: stretch long wavelengths, keep short ones, interpolate in between."""
         factor, low, high = self.config.scaling_factor, self.config.low_freq_factor, self.config.high_freq_factor
         wavelengths = 2 * math.pi / frequencies
+        # 1 for wavelengths below context / high, which stay; 0 above context / low, which are stretched by the factor.
         smooth = (self.config.original_max_position_embeddings / wavelengths - low) / (high - low)
         smooth = smooth.clamp(0, 1)
         scaled: torch.Tensor = (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -176,6 +180,7 @@ def _turned(x: torch.Tensor, cache: torch.Tensor, direction: int) -> torch.Tenso
     dim, half = x.shape[-1], x.shape[-1] // 2
     x_wide, cos, sin = widened(x), cache[..., :dim], cache[..., dim : dim + half]
     turned = x_wide * cos
+    # In place on halves: no rotated copy of x, as torch.cat would make.
     turned[..., :half].addcmul_(x_wide[..., half:], sin, value=-direction)
     turned[..., half:].addcmul_(x_wide[..., :half], sin, value=direction)
     return turned.type_as(x)

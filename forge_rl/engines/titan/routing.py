@@ -21,6 +21,7 @@ _NEVER = -1e30
 rank by the chosen experts they have."""
 
 
+# How far one update moves a bias, see `steer`.
 _STEP = 0.001
 
 
@@ -53,8 +54,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         logits, as a `MoE` reads nothing but their shape."""
         bias = expert_bias_E
         if self.replayed is not None:
+            # torchtitan adds the bias to the scores in the choice only, so the weights stay the router's own.
             bias = _like(self._aversion(self.replayed), x_BLD)
             bias = bias if expert_bias_E is None else bias + expert_bias_E
+        # The kernel does not know groups of experts.
         fuses = has_kernels(x_BLD, "experts") and self.num_expert_groups is None
         if fuses:
             scores = self.gate(x_BLD)
@@ -76,7 +79,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
         """Return a bias that excludes all experts but the replayed ones, [1, L, experts] float32; 0 if unknown."""
         is_known = (replayed >= 0).all(-1, keepdim=True)
         shape = (*replayed.shape[:-1], self.num_experts)
+        # Adding -1e30 drowns any score in float32, so only the replayed experts can be chosen.
         aversion = torch.full(shape, _NEVER, device=replayed.device).scatter(-1, replayed.clamp(min=0), 0.0)
+        # A token without a full record chooses freely.
         return aversion.where(is_known, 0.0)
 
     @torch.no_grad()
@@ -93,6 +98,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         if self.replayed is None:
             return choice_counts(ids, ids, real, None, self.num_experts)
         is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1)
+        # Chosen once more without the replay, to count the tokens for which the router would differ.
         if fuses:
             return choice_counts(ids, self._chosen(scores, bias)[1], real, is_replayed, self.num_experts)
         router_scores = local(scores) if bias is None else local(scores) + local(bias)
@@ -114,11 +120,12 @@ def choice_counts(
 
     Args:
         expert_ids: the chosen experts, [..., top_k] int64.
-        router_ids: those that the router would have chosen, [..., top_k].
+        router_ids: experts that the router would have chosen itself, [..., top_k].
         real: [...] bool, False in padding.
         is_replayed: [...] bool, None if none are replayed.
         experts: number of experts.
     """
+    # Padding adds 0 instead of being filtered out, which would need its size on the host.
     increments = real[..., None].expand_as(expert_ids).flatten().long()
     counts = increments.new_zeros(experts + 3)
     load = counts[:experts].scatter_add_(0, expert_ids.flatten(), increments)
@@ -126,13 +133,14 @@ def choice_counts(
         torch.sum(real, dim=tuple(range(real.ndim)), out=counts[experts])
         return counts
     is_replayed = is_replayed & real
+    # Order within a token's choice does not matter.
     differs = (router_ids.sort(-1).values != expert_ids.sort(-1).values).any(-1) & is_replayed
     return torch.cat([load, torch.stack([real.sum(), is_replayed.sum(), differs.sum()])])
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """List a model's routers from the first layer to the last, a `ReplayRouter` or `GeneralRouter` of each; empty if it
-    is dense."""
+    """List a model's routers from the first layer to the last, each a `ReplayRouter` or `GeneralRouter`; empty for a
+    dense model."""
     general: list[Any] | None = getattr(model, "routers", None)
     return [module for module in model.modules() if isinstance(module, ReplayRouter)] if general is None else general
 
@@ -207,6 +215,7 @@ def steer(model: nn.Module, counts: torch.Tensor) -> None:
     """
     mixtures = (module for module in model.modules() if isinstance(module, MoE))
     for mixture, load in zip(mixtures, counts[:, :-3].double(), strict=True):
+        # Every rank holds all biases, and moves them alike: the counts are of all ranks.
         bias = local(mixture.expert_bias_E)
         bias += _STEP * (load.mean() - load).sign().to(bias)
 
@@ -215,5 +224,6 @@ def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -
     """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: whole, or sharded alike."""
     if not isinstance(other, DTensor):
         return values
+    # Every rank has the same values, so torch need not compare them.
     replicated = DTensor.from_local(values, other.device_mesh, run_check=False)
     return replicated.redistribute(placements=other.placements) if sharded else replicated

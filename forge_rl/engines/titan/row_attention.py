@@ -12,7 +12,7 @@ from torchtitan.models.common.attention import FlexAttention
 from forge_rl.packing.rows import Row
 
 _MAX_HEAD_DIM = 256
-"""Of FlashAttention."""
+"""Largest head dimension that FlashAttention supports."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,11 @@ class Sequences:
 def sequences(row: Row) -> Sequences | None:
     """Return the sequences of a row in host memory; None if some share a prefix.
 
-    Padding is one of them. The host knows their lengths, so that the device waits for nothing.
+    Padding counts as a sequence. The lengths are found in host memory, so no device sync is needed.
     """
     until = row.until
-    # Positions see on to the same end as the one before, unless that one is an end.
+    # In plain sequences, `until` changes exactly where one ends and the next starts. A shared prefix is visible to all
+    # of its branches, so its `until` lies beyond the place where the first branch starts.
     starts = 1 + (until[1:] != until[:-1]).nonzero()[:, 0]
     if not torch.equal(until[starts - 1].long(), starts):
         return None
@@ -40,7 +41,7 @@ def sequences(row: Row) -> Sequences | None:
 
 
 def takes_sequences(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether FlashAttention runs in a dtype on heads of so many elements."""
+    """Return whether FlashAttention supports a dtype and head dimension."""
     return dtype in (torch.bfloat16, torch.float16) and head_dim <= _MAX_HEAD_DIM and head_dim % 8 == 0
 
 

@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
     """Calls of a kernel that cover a row."""
 
     levels: tuple[tuple[Call, ...], ...]
-    """Calls, those after the first level with states of the level before."""
+    """Calls by level; those after the first level start from states of the level before."""
     places: torch.Tensor
     """[L] int64, each token's index among the outputs of all calls; their number for padding, whose output is 0."""
     recomputed_tokens: int
@@ -145,7 +145,9 @@ class RowStates:
             values.cpu().numpy() for values in (self.row.positions, self.row.trees, self.row.until)
         )
         is_token = trees >= 0  # rows that were joined have padding between them
+        # A row of nothing but padding gets one run, so that no call is without tokens.
         is_token[0] |= not is_token.any()
+        # A run ends with its branch, with its episode, or at a jump in positions.
         is_continued = (
             is_token[1:]
             & is_token[:-1]
@@ -173,6 +175,7 @@ class RowStates:
         ends = sorted({run.end for run in self._runs} | (set(starts) - previous.keys()))
         levels: list[list[_CallSegment]] = []
         locations: dict[int, tuple[int, int]] = {}  # of the segment that ends with a token: its level and index there
+        # Parents precede their children in a row, so their locations are known when they are looked up.
         for first, end in zip(starts, ends, strict=True):
             level, parent = locations.get(previous.get(first, first - 1), (-1, 0))
             if level + 1 == len(levels):
@@ -184,8 +187,10 @@ class RowStates:
     def _halo(self, width: int) -> Halo:
         if width not in self._halos:
             size = len(self.row)
+            # Index `size` stands for a token of zeros; one comes first, for padding to point at.
             places, sequences, offset = np.zeros(size, np.int64), [np.full(1, size)], 1
             for run in self._runs:
+                # The last tokens before the run in its own episode, or zeros where the episode is shorter.
                 context = run.ancestors[max(0, len(run.ancestors) - width) :]
                 zeros = np.full(width - len(context), size)
                 sequences += [zeros, context, np.arange(run.first, run.end)]
@@ -218,6 +223,7 @@ def _schedule(levels: list[list[_CallSegment]], row: Row, chunk: int) -> Schedul
         batches: dict[int, list[int]] = {}
         for index, segment in enumerate(level):
             length = len(segment.context) + segment.end - segment.first
+            # Kernels that take offsets run a level in one call; others batch segments of equal padded length.
             batches.setdefault(-(-length // chunk) * chunk if chunk else 0, []).append(index)
         calls = []
         for width, members in batches.items():
@@ -244,8 +250,10 @@ def _schedule(levels: list[list[_CallSegment]], row: Row, chunk: int) -> Schedul
                 )
             )
             offset += len(tokens)
+        # Calls group a level's segments by length, so the next level looks up its parents by this order.
         ranks = np.argsort(np.concatenate([np.array(members) for members in batches.values()]))
         scheduled_levels.append(tuple(calls))
+    # Padding reads the zeros appended after all outputs.
     places[places < 0] = offset
     recomputed_tokens = sum(len(segment.context) for level in levels for segment in level)
     return Schedule(tuple(scheduled_levels), torch.from_numpy(places).to(device), recomputed_tokens)

@@ -24,7 +24,7 @@ class DeviceRow:
     local_indices: torch.Tensor
     """Positions of this rank's tokens in the row, int64."""
     scored_indices: torch.Tensor
-    """[n] int64, indices of those tokens whose targets are scored: the trained ones, and observations if asked for."""
+    """[n] int64, indices among this rank's tokens of those to score: trained ones, and observations on request."""
     tokens: int
     """Number of trained targets in the whole row."""
     split: Split | None = None
@@ -55,6 +55,7 @@ def on_device(
         observations: score observations, too.
     """
     is_scored = row.mask | row.observed if observations else row.mask
+    # Counted while the row is in host memory; on the device, this would be a sync.
     tokens = int(row.mask.sum())
     parts = {"local_indices": local_indices, "scored_indices": is_scored[local_indices].nonzero()[:, 0]}
     if split is not None and split.order is not None:
@@ -64,6 +65,7 @@ def on_device(
         row_sequences = sequences(row) if split is None else None
         if row_sequences is not None:
             parts["ends"] = row_sequences.ends
+        # Prefixes keep columns and parts apart from the row's own tensors in the shared buffer.
         columns = {f"column.{name}": column for name, column in row.columns.items()}
         device_tensors = copied(
             row.tensors() | columns | {f"part.{name}": part for name, part in parts.items()}, device
@@ -78,6 +80,7 @@ def on_device(
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy tensors to a device in one buffer, pinned for a GPU; the results are views of it."""
+    # Viewing bytes as another dtype requires an aligned start.
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for piece, tensor in zip(buffer.split(sizes), tensors.values(), strict=True):

@@ -69,11 +69,13 @@ class CheckpointWriter:
         Returns:
             A future, done once all ranks have written; raises CheckpointError if one failed.
         """
+        # At most one copy of the state is in host memory.
         if self._last is not None:
             wait_for([self._last])
         if self._group is None:
             self._group = dist.new_group(backend="gloo")  # its own, as training uses the default one meanwhile
         state = copied(training_state(model, optimizer, counts))
+        # The copies are asynchronous: training must not change weights that are still being copied.
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         names = names_of(model)
@@ -98,6 +100,7 @@ class CheckpointWriter:
                 copies.update(
                     {name: cast(HostCopy, block.values) for name, block in state.items() if name.startswith("model.")}
                 )
+            # Drop the moments' copies early: the export needs the weights alone.
             state.clear()
 
         def export() -> None:
@@ -123,6 +126,7 @@ class CheckpointWriter:
             if isinstance(folder, Path):
                 with contextlib.suppress(OSError):
                     failed += f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free there)"
+        # Even a failing rank must join this collective, or the others would wait for it.
         causes = [failed] * dist.get_world_size()
         dist.all_gather_object(causes, failed, group=self._group)
         if failed := next(filter(None, causes), ""):

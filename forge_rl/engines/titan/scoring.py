@@ -54,6 +54,8 @@ class RowScorer:
         self._parallelism = parallelism
         self._window = window
         self._device = device
+        # FlashAttention takes plain tensors in 16 bits and no mask but the causal one. If the layout or model rules it
+        # out, no row uses it; otherwise `DeviceRow.sequences` decides row by row.
         self._takes_sequences = (
             isinstance(trained, PolicyModel)
             and settings.tensor_parallel_degree == 1
@@ -77,6 +79,7 @@ class RowScorer:
             targets = torch.cat([targets[:, None], device_row.part(row.columns["top_ids"]).long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
+        # A general model builds its masks from the row itself, one for each kind of layer.
         masks: Any = row
         if not isinstance(model, GeneralModel):
             plain = device_row.sequences if self._takes_sequences else None
@@ -97,6 +100,8 @@ class RowScorer:
             return _NO_SCORES
 
         def everywhere(values: torch.Tensor) -> torch.Tensor:
+            # Adding 0 times the sum connects a part without targets to the graph, so that its backward pass joins the
+            # other ranks' collectives.
             scatter = values.new_zeros(len(targets), *values.shape[1:])
             row_values = (
                 scatter.index_put((scored_indices,), values) if len(scored_indices) else scatter + 0.0 * values.sum()
@@ -111,6 +116,7 @@ class RowScorer:
         row = device_row.row
         if routers(model):
             replayed = row.routed if self._replays and self._is_policy(model) else None
+            # Padding, marked by a negative tree, is routed like any token but not counted.
             set_routing(model, device_row.part(row.trees) >= 0, None if replayed is None else device_row.part(replayed))
         self._parallelism.begin(device_row)
 
@@ -127,8 +133,9 @@ class RowScorer:
     def logprobs(
         self, model: PolicyModel | GeneralModel, rows: Sequence[Row], temperature: float
     ) -> list[torch.Tensor]:
-        """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
-        device, empty on a pipeline stage without the head."""
+        """Return the logprobs of the targets where the mask is True, or a value model's values: `[L]` for each row, on
+        the device; empty on a pipeline stage without the head."""
+        # A generator: each row is copied to the device only when its turn comes.
         row_scores = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
         outputs = [scores.first if scores.values is None else scores.values for scores in row_scores]
         reshard(model)
@@ -138,7 +145,7 @@ class RowScorer:
 
 @contextlib.contextmanager
 def few_threads(tokens: int) -> Iterator[None]:
-    """Compute on a quarter of the threads, of which few tokens keep none busy: they wait for memory and one another.
+    """Compute on a quarter of the threads: more would only wait for memory and for one another on so few tokens.
 
     Scores of 16 tokens with SmolLM2-135M in float32 took 0.14 s of CPU time on one of two cores, and 0.36 s on both.
     """

@@ -21,9 +21,10 @@ from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
 _BIASES = (".expert_bias_E", *ROUTER_BIASES)
-"""Ends of the names of biases that choose experts, torchtitan's and transformers'."""
+"""Suffixes of the names of biases that choose experts, torchtitan's and transformers'."""
 ADAPTERS = "lora_A", "lora_B"
-"""Names of a linear layer's adapter, see `lora.py`: [rank, inputs] and [outputs, rank]; names of experts' end so."""
+"""Names of a linear layer's factors, see `lora.py`: A, [rank, inputs], and B, [outputs, rank]. Experts' factors have
+names that end with these."""
 Weight = torch.Tensor | QuantizedWeight
 """A weight of a model; only frozen ones are quantised."""
 
@@ -44,12 +45,14 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
     Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient, and no adapters.
     """
+    # Buffers, as only `steer` moves them, but part of the policy.
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIASES))
     for name, weight in itertools.chain(model.named_parameters(), steering):
         if name.endswith((*ADAPTERS, SCALES)):
             continue
         if name.endswith(CODES):
             stem = name.rpartition(".")[0]
+            # The codes stand for the whole layer's weight; its scales are skipped above.
             yield f"{stem.replace('_checkpoint_wrapped_module.', '')}.weight", model.get_submodule(stem).weight  # type: ignore[misc]
             continue
         copied = name == "lm_head.weight" and _copies_embedding(model)
@@ -84,13 +87,15 @@ def local_shards(
     ranks: range,
     merge: Callable[[str, TensorSlice, torch.Tensor], torch.Tensor] = lambda _, _slice, values: values,
 ) -> Iterator[LocalShard]:
-    """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
+    """Yield the shards that this rank publishes. Of ranks with the same slice, the first on each
+    replicated axis publishes it.
 
     Args:
         ranks: ranks that hold the model, or its pipeline stage.
         merge: returns the published values of a slice of a weight.
     """
     for name, parameter in named_weights(model):
+        # The first stage publishes the original.
         if name == "tok_embeddings.weight" and _copies_embedding(model):
             continue
         tensor_slice = slice_of(parameter)
@@ -116,6 +121,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
         unused -= {pattern for pattern, matches in matched.items() if matches}
         frozen = {match for matches in matched.values() for match in matches}
+        # A stack is a single parameter, which cannot be frozen in part.
         if frozen and len(frozen) < len(names):
             raise ConfigError(
                 f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
@@ -175,6 +181,7 @@ def block(
     """
     start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     axes = list(zip(mesh, coordinate, placements, strict=True))
+    # Plain shards cut first, left to right; strided ones cut their results, right to left.
     strided = [axis for axis in axes if isinstance(axis[2], _StridedShard)]
     for ranks, index, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
         if isinstance(placement, _StridedShard):
@@ -183,6 +190,7 @@ def block(
             assert placement.is_replicate(), f"a weight is no sum, but {placement}"
             continue
         dim, length = placement.dim, size[placement.dim]
+        # Like torch.chunk: equal parts, of which the last ones may be shorter or empty.
         chunk_size = -(-length // ranks)
         offset = min(length, chunk_size * index)
         start[dim] += offset
@@ -203,6 +211,7 @@ def publishes(parameter: Weight, ranks: range) -> bool:
         return dist.get_rank() == ranks.start
     mesh = parameter.device_mesh
     by_axis = zip(_coordinate(parameter), parameter.placements, strict=True)
+    # Ranks along a replicated axis hold the same slice; the first one publishes it.
     first = all(place == 0 for place, placement in by_axis if placement.is_replicate())
     return first and (mesh.size() == len(ranks) or bool((mesh.mesh == ranks.start).any()))
 

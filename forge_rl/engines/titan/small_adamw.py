@@ -1,4 +1,4 @@
-"""AdamW whose moments take 2 bytes or about 1 in place of 4, rounded stochastically."""
+"""AdamW with moments of 2 bytes, or about 1, instead of 4, rounded stochastically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = "exp_avg_root"
 _AT_ONCE = SCALED_TOGETHER << 14
 """Elements that are updated at a time, which bounds the float32 temporaries."""
 _LEAST_SCALE = 1e-30
-"""Blocks of smaller values are stored as 0, as products of codes and such scales would not be normal float32."""
+"""Blocks of smaller values are stored as 0: code times scale would fall below float32's normal numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,22 @@ class Moment:
             self.values[first:end].copy_(rounded)
             return
         padded = nn.functional.pad(values, (0, -len(values) % SCALED_TOGETHER)).view(-1, SCALED_TOGETHER)
+        # The scale keeps its sign, so the largest element is exactly 1 in relative terms, and a saved block reloads
+        # unchanged.
         scales = padded.gather(1, padded.abs().argmax(dim=1, keepdim=True))
         scales = torch.where(scales.abs() < _LEAST_SCALE, 0.0, scales)
         self.scales[first // SCALED_TOGETHER :][: len(scales)].copy_(scales[:, 0])
         relative = (padded / torch.where(scales == 0, torch.inf, scales)).view(-1)[: len(values)]
         codes = _codes(self.signed).to(values.device)
         if noise is None:
+            # Nearest: boundaries half way between neighbouring codes.
             indices = torch.bucketize(relative, (codes[1:] + codes[:-1]) / 2, out_int32=True)
         else:
+            # Stochastic: up with probability (x - lower) / (upper - lower), so the expected value is x.
             lower = (torch.bucketize(relative, codes, right=True, out_int32=True) - 1).clamp_(0, len(codes) - 2)
             probability = (relative - codes[lower]) / (codes[lower + 1] - codes[lower])
             indices = lower + (torch.rand(len(values), generator=noise, device=values.device) < probability)
+        # A second moment's root must not vanish: dividing by eps alone would make the next update explode.
         if not self.signed:
             indices = torch.where(relative > 0, indices.clamp(min=1), indices)
         self.values[first:end].copy_(indices)
@@ -122,6 +127,7 @@ class SmallAdamW(torch.optim.Optimizer):
             small = self._kind == "int8" and parameter.numel() >= LEAST_INT8
             dtype = torch.uint8 if small else torch.bfloat16 if self._kind == "bfloat16" else torch.float32
             for name in ("exp_avg", ROOT):
+                # Code 0 is not the value 0: moments start at the code that stands for it.
                 zero = int((_codes(name == "exp_avg") == 0).nonzero()) if small else 0
                 state[name] = torch.full((size,), zero, dtype=dtype, device=device)
                 if small:
@@ -147,10 +153,13 @@ class SmallAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         weights, grads = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        # Step and index identify the draw: equal shards round alike, and a resumed run repeats it.
         noise = torch.Generator(weights.device).manual_seed(derive_seed(step, "rounding", index))
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for first in range(0, len(weights), _AT_ONCE):
             weight, grad = weights[first : first + _AT_ONCE], grads[first : first + _AT_ONCE].float()
+            # AdamW in float32, a slice at a time: m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2, stored as its root;
+            # w = (1 - lr decay) w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
             mean = first_moment.read(first, first + _AT_ONCE).lerp_(grad, 1 - beta1)
             size = root.read(first, first + _AT_ONCE).square_().mul_(beta2)
             size.addcmul_(grad, grad, value=1 - beta2).sqrt_()
@@ -162,6 +171,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
 def _rounded(values: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     """Round float32 to one of the two bfloat16 around it; its mean is the value. Infinities and NaN stay so."""
+    # bfloat16 is the upper half of a float32: adding random lower bits and cutting them off rounds up in proportion.
     low = torch.randint(0, 1 << 16, values.shape, generator=noise, device=values.device, dtype=torch.int32)
     bits = (values.contiguous().view(torch.int32) + low) & -(1 << 16)
     return torch.where(values.isfinite(), bits.view(torch.float32), values)

@@ -43,9 +43,11 @@ class Stage:
         """Remove from a model what other stages hold. A tied weight is on the first and on the last stage."""
         if self.count == 1:
             return
+        # Layers keep their numbers in the whole model, and so their names in checkpoints and published versions.
         for number in list(model.layers):
             if int(number) not in self.layers:
                 del model.layers[number]
+        # Here the tie spans two ranks: gradients are summed by `Parallelism.clip`, not by a shared parameter.
         model.spans_tie, model.enable_weight_tying = model.enable_weight_tying, False
         if not self.is_first:
             model.tok_embeddings = None
@@ -63,6 +65,7 @@ def check_trained(model: nn.Module, stages: Sequence[range]) -> None:
     for index, layers in enumerate(stages):
         prefixes = [f"layers.{number}." for number in layers]
         prefixes += ["tok_embeddings."] if index == 0 else []
+        # A tied embedding serves as the head, and is trained on the last stage too.
         prefixes += ["norm.", "lm_head.", "tok_embeddings."] if index == len(stages) - 1 else []
         if not any(name.startswith(tuple(prefixes)) for name in trained_names):
             raise ConfigError(
@@ -111,7 +114,9 @@ class Pipeline:
         if self._stage.is_first:
             return token_ids
         parts = 1 if self._split is None else self._split.size()
+        # Tensor-parallel ranks split hidden states by tokens; each receives its part from its counterpart.
         hidden = self._received((1, tokens // parts, self._dim), self._before, self._onward)
+        # Received states are a leaf: its gradient is what goes back to the previous stage.
         self._entered = hidden.requires_grad_(torch.is_grad_enabled())
         return hidden if self._split is None else DTensor.from_local(hidden, self._split, [Shard(1)], run_check=False)
 
@@ -123,7 +128,8 @@ class Pipeline:
             self._begun.append((self._entered, out))
 
     def backward(self) -> None:
-        """Run this stage's backward pass of the first row that left it and has not returned."""
+        """Run this stage's backward pass for the oldest row whose gradient has not come back yet."""
+        # `give_back` must send the gradient of this row, not of the one that entered last.
         self._entered, out = self._begun.popleft()
         out.backward(self._received(out.shape, self._after, self._back))
         self.give_back()
@@ -152,6 +158,7 @@ class Pipeline:
             self._sent.popleft()[0].wait()
         assert values.dtype == self._dtype, f"hidden states are {values.dtype}"
         message = values.detach().contiguous()
+        # isend reads the message asynchronously, so `_sent` keeps it alive.
         work = dist.isend(message, rank, group=group)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, message))

@@ -68,6 +68,8 @@ class TitanEngine:
                 hint="train the copy that forge_rl.models.dequantized makes",
             )
         self.device = own_device()
+        # This must come before `RowScorer` is made: it asks once which kernels are on, and a failing one is turned off
+        # here.
         if self.device.type == "cuda":
             compile_once()
             compile_attention()
@@ -78,6 +80,7 @@ class TitanEngine:
         self._parallelism = Parallelism(settings, self.architecture)
         self._pipeline, self._stage = self._parallelism.pipeline, self._parallelism.stage
         self.model, self._specs, self.parameters = self._load()
+        # With its adapters switched off, a LoRA model is its own reference, so no second copy is held.
         keeps_copy = reference and not settings.lora.rank
         self._reference = self._load(frozen=True).model if keeps_copy else None
         self.scorer = RowScorer(
@@ -103,6 +106,7 @@ class TitanEngine:
             updates = self._updates(minibatches, request.loss, request.temperature)
             metrics, scores = list[dict[str, Value] | None](), list[torch.Tensor]()
             first_update, num_updates = self.updates, request.epochs * len(updates)
+            # `progress` counts rows over the whole batch, not within one update.
             num_rows, row_counts = request.epochs * sum(len(update.minibatch.rows) for update in updates), count(1)
 
             def advance() -> None:
@@ -110,11 +114,15 @@ class TitanEngine:
                     progress(next(row_counts), num_rows)
 
             for index, update in enumerate(updates * request.epochs):
+                # The schedule advances per planned update, so an empty or skipped update does not stretch the learning
+                # rate's decay.
                 lr = self._settings.optimizer.lr_at(self.planned, request.total_updates)
                 self.planned += 1
                 if not update.minibatch.rows:
                     metrics.append({})
                     continue
+                # Within a batch the policy moves from one version towards the next. Skipped updates leave it where it
+                # was.
                 fraction = (self.updates - first_update) / num_updates
                 update = replace(
                     update,
@@ -125,22 +133,26 @@ class TitanEngine:
                 results = self.forward_backward(update)
                 metrics.append(self.optimizer_step(results, lr=lr))
                 scores += results.scores
+            # One copy to the host for all rows; a copy per row would synchronise the device each time.
             if scores:
                 scores = list(torch.cat(scores).cpu().split([len(row_scores) for row_scores in scores]))
             return StepResult(metrics=metrics, scores=scores)
 
     def forward_backward(self, update: Update) -> RowResults:
-        """Run both passes of each of an update's rows, and add up the gradients, for `optimizer_step` to use.
+        """Run both passes over an update's rows, and accumulate the gradients that `optimizer_step` applies.
 
         `train_batch` calls both, and cleans up after their errors.
         """
         rows = update.minibatch.rows
         results = RowResults(rows=len(rows))
         if self._stage.is_last:
-            # A sum over the rows of all shares: the mean is over updates.
+            # The counts of one update add up to 1 over all rows and shares, so the merged mean is the sum over rows,
+            # averaged over updates.
             share = 1 / (len(rows) * self._parallelism.shares)
             for index, statistics in enumerate(self._first_pass(update)):
                 recorded = self._recorded(update, index)
+                # FSDP must know before the last row's backward pass that it is the last: that pass reduces the
+                # gradients.
                 self._set_last(index == len(rows) - 1)
                 device_row, inputs = self._forward(update, index, statistics)
                 loss = measured_loss(update.loss, inputs, results.measures, results.errors) / update.divisor
@@ -152,11 +164,15 @@ class TitanEngine:
         else:
             self._train_stage(update, results)
         self._pipeline.finish()
+        # The optimizer steps on the float32 weights, which gathered shards or low-precision copies replace during the
+        # passes.
         reshard(self.model)
         self._measure_rows(update, results)
+        # The 1F1B bubble: with p stages and m rows, p - 1 of a stage's m + p - 1 slots are idle.
         if self._stage.count > 1 and self._stage.is_last:
             waits = self._stage.count - 1
             results.measures.add("pipeline/idle_share", Mean, float(waits), float(len(rows) + waits))
+        # The model accumulates these two counters across passes; reset them so that each update reports its own.
         if (offloads := self.model.offloads) is not None:
             results.measures.add("activations/offloaded_bytes", Sum, float(offloads.bytes))
             offloads.bytes = 0
@@ -179,6 +195,7 @@ class TitanEngine:
             LossError: a gradient is not finite because the loss failed, on this rank or another.
         """
         counts, routing = self._routing(results)
+        # The norm covers all ranks, so either every rank skips the update or none does.
         norm = self._parallelism.clip(self.model, max_grad_norm or self._settings.optimizer.max_grad_norm)
         metrics, (grad_norm,) = results.measures.read(norm)
         if not math.isfinite(grad_norm):
@@ -189,6 +206,7 @@ class TitanEngine:
             group["lr"] = lr
         self.optimizer.step()
         self._parallelism.copy_tied(self.model)
+        # The counts are summed over all ranks, so every copy of a bias moves by the same step.
         if self.model.steers and counts is not None:
             steer(self.model, counts[self._parallelism.mixtures])
         self.optimizer.zero_grad()
@@ -213,6 +231,7 @@ class TitanEngine:
                 if not self._stage.is_last:
                     self._pass_on(update)
                     continue
+                # As in `forward_backward`, the counts of one minibatch add up to 1 over its rows and shares.
                 share = 1 / (max(1, len(update.minibatch.rows)) * self._parallelism.shares)
                 for index, statistics in enumerate(self._first_pass(update)):
                     device_row, inputs = self._forward(update, index, statistics)
@@ -227,6 +246,7 @@ class TitanEngine:
     def _updates(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[Update]:
         """Return an update for each minibatch, with the logprobs of other policies that the loss needs."""
         rows = [row for minibatch in minibatches for row in minibatch.rows]
+        # Both are scored before the batch's first update, and serve all of its epochs.
         references, proximals = list[torch.Tensor](), list[torch.Tensor]()
         if "reference" in loss.needs:
             if self._reference is None and self.model.adapters is None:
@@ -255,6 +275,7 @@ class TitanEngine:
     ) -> tuple[DeviceRow, LossInputs]:
         """Run the forward pass of a row; returns it and the loss's inputs."""
         row = update.minibatch.rows[index]
+        # The draw depends on the row and the update only, so a recomputed layer drops the same inputs again.
         draw_dropout(self.model, row, self.planned)
         device_row = self.scorer.on_device(row, observations="observations" in update.loss.needs)
         scores = self.scorer.score(self.model, device_row, update.scoring)
@@ -262,8 +283,9 @@ class TitanEngine:
 
     @torch.no_grad()
     def _first_pass(self, update: Update) -> list[Mapping[str, torch.Tensor]]:
-        """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""
+        """Compute the loss's statistics over all rows and ranks; {} for each row if the loss needs none across rows."""
         loss, minibatch = update.loss, update.minibatch
+        # No extra pass is needed if every episode or group lies within one row: the loss then sees all of it at once.
         if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
             return [{}] * len(minibatch.rows)
         parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
@@ -281,7 +303,7 @@ class TitanEngine:
         return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
 
     def _pass_on(self, update: Update, on_row: Callable[[DeviceRow], None] = lambda _: None) -> None:
-        """Run an update's forward passes on a stage without the head; `on_row` is called after each row's."""
+        """Run an update's forward passes on a stage without the head, calling `on_row` after each."""
         self._first_pass(update)
         for row in update.minibatch.rows:
             device_row = self.scorer.on_device(row)
@@ -290,6 +312,7 @@ class TitanEngine:
 
     def _train_stage(self, update: Update, results: RowResults) -> None:
         """Run both passes on a stage without the head, in the order that `Pipeline` describes."""
+        # Backward passes run in the order of the forward passes; `remaining` counts down to the update's last one.
         pending, remaining = deque[DeviceRow](), count(results.rows - 1, -1)
 
         def run_backward() -> None:
@@ -309,8 +332,9 @@ class TitanEngine:
             run_backward()
 
     def _set_last(self, last: bool) -> None:
-        """Tell FSDP whether the next backward pass is the last one of an update."""
+        """Tell FSDP how to treat the next backward pass; `last` is True for the last one of an update."""
         if isinstance(self.model, FSDPModule):
+            # If whole gradients fit in memory, they are reduced once per update instead of once per row.
             self.model.set_requires_gradient_sync(last or not self._adds_up_once)
             if self._parallelism.only_casts:  # the weights of an update's rows are the same
                 self.model.set_reshard_after_backward(last or self._settings.enable_cpu_offload)
@@ -319,7 +343,7 @@ class TitanEngine:
 
     @torch.no_grad()
     def _recorded(self, update: Update, index: int) -> LossInputs | None:
-        """Score a row for the record if its training pass has dropout, and the record must have none."""
+        """Score a row without dropout, for the record; None if nothing is recorded or training has no dropout."""
         if not update.keeps_scores or self.model.adapters is None or not self.model.adapters.lora.dropout:
             return None
         device_row = self.scorer.on_device(update.minibatch.rows[index])
@@ -333,13 +357,14 @@ class TitanEngine:
         """Measure a row after its forward pass.
 
         Args:
-            recorded: scores to keep of it.
+            recorded: the row's scores to keep.
         """
         self._count_experts(results)
         if update.keeps_scores:
             assert recorded.entropy is not None, "each row is scored with it"
             results.scores.append(torch.stack([recorded.logprobs, recorded.entropy], dim=1).detach())
         results.unmeasured.append((inputs.at(slice(None)), device_row.tokens))
+        # Measuring in batches keeps few rows' logprobs alive at a time.
         if len(results.unmeasured) == _MEASURED_ROWS:
             self._measure_rows(update, results)
         if (split := device_row.split) is not None:
@@ -347,21 +372,22 @@ class TitanEngine:
             results.measures.add("attention/rank_max_over_mean/plain", Mean, split.plain, split.mean)
 
     def _measure_rows(self, update: Update, results: RowResults) -> None:
-        """Measure rows at once, which takes a GPU as many operations as one."""
+        """Measure the collected rows together, which costs a GPU as many operations as measuring one."""
         if results.unmeasured:
             rows, tokens = zip(*results.unmeasured, strict=True)
             measure_tokens(joined_rows(rows), sum(tokens), results.measures, update.version)
             results.unmeasured.clear()
 
     def _count_experts(self, results: RowResults) -> None:
-        """Keep which experts a row's tokens chose, and which rank computed them."""
+        """Record which experts a row's tokens chose, and which ranks computed them."""
         if (row_counts := routing_counts(self.model)) is not None:
             results.expert_counts.append(row_counts)
         if (row_loads := rank_loads(self.model)) is not None:
             results.rank_loads.append(row_loads)
 
     def raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
-        """Raise the same error on all ranks if the loss failed on one, which then had a non-finite gradient."""
+        """Raise the same error on all ranks if the loss failed on any; that rank's gradient is then not finite."""
+        # The failing rank with the highest number broadcasts its error, as a broadcast has exactly one source.
         ranks = torch.tensor(self.rank + 1 if failed else 0, device=self.device)
         dist.all_reduce(ranks, op=dist.ReduceOp.MAX)
         if rank := int(ranks):
@@ -372,8 +398,8 @@ class TitanEngine:
 
     @contextlib.contextmanager
     def forgetting_failures(self, *, keeps_gradients: bool = False) -> Iterator[None]:
-        """Clean up if the body fails: drop gradients, unless it adds none, and restore the optimizer's weights to the
-        model."""
+        """Clean up if the body fails: drop its gradients (unless `keeps_gradients`), and put the optimizer's weights
+        back into the model."""
         try:
             yield
         except BaseException:
@@ -390,7 +416,7 @@ class TitanEngine:
             raise
 
     def _routing(self, results: RowResults) -> tuple[torch.Tensor | None, dict[str, Value]]:
-        """Sum the routers' counts over rows and ranks; returns them for all layers, None if the model has no experts,
+        """Sum the routers' counts over rows and ranks; return them for all layers (None if the model has no experts),
         and the metrics of routing."""
         experts = self.architecture.experts
         if experts is None:
@@ -418,7 +444,7 @@ class TitanEngine:
         return self._scores(rows, 1.0)
 
     def _check_head(self, values: bool, verb: str) -> None:
-        """Raise ConfigError unless the model's outputs are those that are needed."""
+        """Raise ConfigError unless the model has the outputs, values or logprobs, that are needed."""
         if values != self._values:
             required, available = ("values", "logprobs") if values else ("logprobs", "values")
             raise ConfigError(
@@ -442,6 +468,8 @@ class TitanEngine:
                 with contextlib.ExitStack() as hooks:
                     if number in self._stage.layers:
                         layer = self.model.get_submodule(f"layers.{number}")
+                        # Deterministic noise of at most `relative` per element: the cosine flips signs erratically, yet
+                        # equally on every rank.
                         hook = layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos())
                         hooks.enter_context(hook)
                     noisy = self.scorer.logprobs(self.model, rows, temperature)
@@ -451,9 +479,11 @@ class TitanEngine:
     def offload(self) -> int:
         if self._offloaded is not None:
             return 0
+        # The state stays, but free memory that the allocator caches goes back to the device.
         if self._settings.stays_on_device:
             release_memory()
             return 0
+        # Under CPU offload, FSDP's shards are in host memory already.
         on_device = (tensor for tensor in self._held() if tensor.device.type == self.device.type)
         self._offloaded = OffloadedTensors(on_device)
         return self._offloaded.bytes
@@ -501,13 +531,15 @@ class TitanEngine:
         return counts["version"]
 
     def _held(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's persistent tensors, which exclude gradients."""
+        """Yield this rank's persistent tensors; gradients are not among them."""
         for model in (self.model, self._reference):
             if model is not None:
+                # Otherwise gathered weights or copies would be moved, and the shards or masters left behind.
                 reshard(model)
                 yield from map(values_of, model.parameters())
                 yield from map(values_of, model.buffers())
         for state in self.optimizer.state.values():
+            # The scalar step counts stay in place: moving them would free nothing.
             yield from (values_of(value) for value in state.values() if value.dim())
 
     @property

@@ -1,5 +1,5 @@
-"""Triton kernels of `block_kernels`; to be imported only where they run. Triton resolves annotations, so that
-there are none but its own."""
+"""Triton kernels of `block_kernels`. Import them only where they run. Parameters have no annotations but Triton's own,
+as Triton resolves them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
         value += tl.load(delta + place, mask=is_inside, other=0.0).to(tl.float32)
         rounded = value.to(kind)
         tl.store(total + place, rounded, mask=is_inside)
+        # The norm must see the rounded sum, the value that later layers read.
         value = rounded.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / dim + eps)
     scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
@@ -60,6 +61,7 @@ def norm_gradient_kernel(  # type: ignore[no-untyped-def]
     is_inside = columns < dim
     scale = tl.load(weight + columns, mask=is_inside, other=0.0).to(tl.float32)
     part = tl.zeros((BLOCK,), tl.float32)
+    # Programs stride over tokens, so each sums its part of the weight's gradient in registers and writes it once.
     for token in range(program, tokens, programs):
         place = tl.cast(token, tl.int64) * dim + columns
         value = tl.load(x + place, mask=is_inside, other=0.0).to(tl.float32)
@@ -67,6 +69,7 @@ def norm_gradient_kernel(  # type: ignore[no-untyped-def]
         inverse = tl.load(inverses + token)
         part += slope * value * inverse
         slope *= scale
+        # With r the inverse RMS and g = dL/dy: dL/dw = sum g x r, and dL/dx = r w g - x r^3 mean(w g x).
         dot = tl.sum(slope * value, axis=0) / dim
         result = inverse * (slope - value * (inverse * inverse * dot))
         if ADDS:
@@ -114,11 +117,13 @@ def norm_rope_kernel(  # type: ignore[no-untyped-def]
             other_high = tl.load(other_weight + half + column, mask=column < half, other=0.0).to(tl.float32)
             low_scale = tl.where(head < first, low_scale, other_low)
             high_scale = tl.where(head < first, high_scale, other_high)
+        # Rounded between norm and rotation, where torch's separate operations round.
         low = (low * inverse[:, None] * low_scale).to(kind).to(tl.float32)
         high = (high * inverse[:, None] * high_scale).to(kind).to(tl.float32)
     cos = tl.load(cache + token * 2 * dim + column, mask=column < half, other=0.0)
     sin = tl.load(cache + token * 2 * dim + dim + column, mask=column < half, other=0.0)
     token_out = out + token * (heads * dim + copied)
+    # Rotate-half RoPE: (low, high) -> (low cos - high sin, high cos + low sin).
     tl.store(token_out + place, (low * cos - high * sin).to(kind), mask=is_inside)
     tl.store(token_out + place + half, (high * cos + low * sin).to(kind), mask=is_inside)
     if COPIES:
@@ -180,11 +185,13 @@ def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
             other_place = token * num_others * dim + place - first * dim
             low_turned += tl.load(other_grad + other_place, mask=is_other, other=0.0).to(tl.float32)
             high_turned += tl.load(other_grad + other_place + half, mask=is_other, other=0.0).to(tl.float32)
+        # The transpose of the rotation.
         low_slope = low_turned * cos + high_turned * sin
         high_slope = high_turned * cos - low_turned * sin
         if NORMS:
             low = tl.load(x + token * stride + place, mask=is_inside, other=0.0).to(tl.float32)
             high = tl.load(x + token * stride + place + half, mask=is_inside, other=0.0).to(tl.float32)
+            # Recomputed from x, which is loaded anyway, instead of being saved per head.
             inverse = 1.0 / tl.sqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / dim + eps)
             inverse = inverse[:, None]
             low_share = low_slope * low * inverse
@@ -203,6 +210,7 @@ def norm_rope_gradient_kernel(  # type: ignore[no-untyped-def]
             low_slope *= low_scale
             high_slope *= high_scale
             dot = (tl.sum(low_slope * low, axis=1) + tl.sum(high_slope * high, axis=1))[:, None] / dim
+            # The gradient of RMSNorm, as in `norm_gradient_kernel`, over one head's elements.
             low_slope = inverse * (low_slope - low * (inverse * inverse * dot))
             high_slope = inverse * (high_slope - high * (inverse * inverse * dot))
         heads_dim = (first + num_others) * dim
@@ -233,6 +241,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     kind = out.dtype.element_ty
     gate = tl.load(a + row * a_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_stride + column, mask=is_inside, other=0.0).to(tl.float32)
+    # Rounded after silu, as torch's separate operations do.
     silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
     tl.store(out + place, (silu * up).to(kind), mask=is_inside)
 
@@ -241,7 +250,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
 def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     a, b, grad, joint, elements, width, a_stride, b_stride, BLOCK: tl.constexpr
 ):
-    """Write both gradients of silu(a) b, one behind the other in each row."""
+    """Write both gradients of silu(a) b, one after the other in each row."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
     row, column = place // width, place % width
@@ -249,6 +258,7 @@ def swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(a + row * a_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(b + row * b_stride + column, mask=is_inside, other=0.0).to(tl.float32)
     slope = tl.load(grad + place, mask=is_inside, other=0.0).to(tl.float32)
+    # With s = sigmoid(gate): dL/d gate = g up s (1 + gate (1 - s)), and dL/d up = g gate s.
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     out = joint + row * 2 * width + column
     tl.store(out, (slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(kind), mask=is_inside)

@@ -1,5 +1,5 @@
-"""Triton kernels of `expert_products`; to be imported only where they run. Triton resolves annotations, so that there
-are none but its own."""
+"""Triton kernels of `expert_products`. Import them only where they run. Parameters have no annotations but Triton's
+own, as Triton resolves them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def expert_gradient_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     """Write a tile of an expert's gradient, see `weight_gradient`, or add it; 0 for an expert without rows."""
+    # Each program computes one tile of grad^T x, [outputs, inputs], over the rows of one expert.
     tiles = tl.cdiv(inputs, BLOCK_N)
     expert = tl.program_id(1)
     output = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -33,6 +34,7 @@ def expert_gradient_kernel(  # type: ignore[no-untyped-def]
         first = tl.load(ends + expert - 1)
     end = tl.load(ends + expert)
     place = tl.arange(0, BLOCK_K)
+    # In 64 bits: rows times their stride may exceed 2^31 elements.
     row = first + place.to(tl.int64)
     left = grad + row[None, :] * grad_stride + output[:, None]
     right = x + row[:, None] * inputs + column[None, :]
@@ -58,6 +60,7 @@ def expert_bias_kernel(  # type: ignore[no-untyped-def]
     """Add a share of its expert's bias to a row; a row of no expert keeps its values."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, EXPERTS)
+    # A row's expert is the number of experts whose rows end at or before it; the count reaches `experts` for no expert.
     stops = tl.load(ends + index, mask=index < experts, other=2147483647)
     expert = tl.sum((stops <= row).to(tl.int32), axis=0)
     column = tl.arange(0, BLOCK)

@@ -1,5 +1,5 @@
-"""Triton kernels of `expert_rows`; to be imported only where they run. Triton resolves annotations, so that there are
-none but its own."""
+"""Triton kernels of `expert_rows` and `expert_choice`. Import them only where they run. Parameters have no annotations
+but Triton's own, as Triton resolves them."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def clamped_swiglu_kernel(hidden, out, elements, limit, BLOCK: tl.constexpr):  #
     linear = tl.load(hidden + 2 * place + 1, mask=is_inside, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     linear = tl.minimum(tl.maximum(linear, -limit), limit)
+    # gate sigmoid(1.702 gate) (1 + linear), where the gate is clamped from above and the linear part on both sides.
     value = gate / (1.0 + tl.exp(-1.702 * gate)) * (1.0 + linear)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=is_inside)
 
@@ -72,7 +73,7 @@ def clamped_swiglu_kernel(hidden, out, elements, limit, BLOCK: tl.constexpr):  #
 def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
     hidden, grad, grad_hidden, elements, limit, BLOCK: tl.constexpr
 ):
-    """Write the gradient of gpt-oss's activation; there is none beyond the limits."""
+    """Write the gradient of gpt-oss's activation, which is 0 beyond the limits."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < elements
     kind = grad_hidden.dtype.element_ty
@@ -91,7 +92,7 @@ def clamped_swiglu_gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(logits, token, experts, column, SIGMOID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a token's scores of all experts, 0 behind the last."""
+    """Return a token's scores of all experts, and 0 past the last one."""
     logit = tl.load(logits + token * experts + column, mask=column < experts, other=float("-inf"))
     if SIGMOID:
         return 1.0 / (1.0 + tl.exp(-logit))
@@ -122,7 +123,8 @@ def choice_kernel(  # type: ignore[no-untyped-def]
     rank = score
     if BIASED:
         rank += tl.load(bias + token * bias_stride + column, mask=is_expert, other=0.0)
-    # Whatever the values are, each choice is another one of the experts.
+    # Chosen experts are marked by -inf. All other values are finite, NaN first, so that choices are distinct experts
+    # whatever the logits are.
     rank = tl.where(rank == rank, tl.maximum(rank, -3e38), 3.3e38)
     rank = tl.where(is_expert, rank, float("-inf"))
     place = tl.full((BLOCK,), -1, tl.int32)
@@ -150,7 +152,7 @@ def choice_gradient_kernel(  # type: ignore[no-untyped-def]
     NORMALISES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient by a token's logits of the weights of its experts, which are kept."""
+    """Write the gradient by a token's logits, given that by the weights of its chosen experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     score = _scores(logits, token, experts, column, SIGMOID)
@@ -162,9 +164,11 @@ def choice_gradient_kernel(  # type: ignore[no-untyped-def]
         slope += tl.where(is_expert, tl.load(grad + first + choice) * scale, 0.0)
         is_chosen |= is_expert
     if NORMALISES:
+        # For w_i = s_i / S with S the sum of the chosen scores: dL/ds_i = (g_i - sum_j g_j w_j) / S.
         total = tl.sum(tl.where(is_chosen, score, 0.0), axis=0) + 1e-20
         mean = tl.sum(slope * score, axis=0) / total
         slope = tl.where(is_chosen, (slope - mean) / total, 0.0)
     slope *= score
+    # Sigmoid: ds/dx = s (1 - s). Softmax: dL/dx_i = s_i (g_i - sum_j g_j s_j).
     result = slope * (1.0 - score) if SIGMOID else slope - score * tl.sum(slope, axis=0)
     tl.store(grad_logits + token * experts + column, result, mask=column < experts)

@@ -1,5 +1,5 @@
-"""Triton kernels of `fused_products`; to be imported only where they run. Triton resolves annotations, so that
-there are none but its own."""
+"""Triton kernels of `fused_products`. Import them only where they run. Parameters have no annotations but Triton's own,
+as Triton resolves them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 def _tile(  # type: ignore[no-untyped-def]
     a, b, row, column, inner, a_stride, column_stride, inner_stride, BLOCK_K: tl.constexpr
 ):
-    """Return a tile of a product, in float32: rows of a, [., inner], with columns of b at strides."""
+    """Return a tile of a b in float32, from rows of a, [., inner], and columns of b, which may have any strides."""
     place = tl.arange(0, BLOCK_K)
     left = a + row[:, None].to(tl.int64) * a_stride + place[None, :]
     right = b + column[None, :].to(tl.int64) * column_stride + place[:, None] * inner_stride
@@ -46,7 +46,7 @@ def linear_sums_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Reduce a split of the logits of a block of rows, see `linear_sums`, as an online softmax."""
+    """Reduce one split of a block of rows' logits by online softmax, see `linear_sums`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1)
     is_row = row < rows
@@ -58,6 +58,7 @@ def linear_sums_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(vocab, (split + 1) * split_columns)
     for first in range(split * split_columns, end, BLOCK_N):
         column = first + tl.arange(0, BLOCK_N)
+        # `_tile` masks only the inner dimension: indices past the end are clamped, and their results never stored.
         logits = _tile(
             hidden,
             weight,
@@ -72,10 +73,13 @@ def linear_sums_kernel(  # type: ignore[no-untyped-def]
         is_inside = column < end
         for target in range(targets):
             place = tl.load(places + row * targets + target, mask=is_row, other=-1)
+            # The target's logit, if its column lies in this tile; the comparison selects at most one element per row.
             value = tl.sum(tl.where(column[None, :] == place[:, None], logits, 0.0), axis=1)
             is_here = is_row & (place >= first) & (place < tl.minimum(first + BLOCK_N, end))
             tl.store(target_logits + row * targets + target, value, mask=is_here)
         scaled = tl.where(is_inside[None, :], logits / temperature, float("-inf"))
+        # Online softmax over x = logit / temperature, with running maximum m: the sums of e^(x-m), (x-m) e^(x-m) and
+        # e^(2(x-m)) are carried over to the new maximum. Masked columns have x = -inf, where 0 * -inf would be NaN.
         maximum = tl.maximum(largest, tl.max(scaled, axis=1))
         factor = tl.exp(largest - maximum)
         shifted = scaled - maximum[:, None]
@@ -117,6 +121,7 @@ def linear_gradient_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < rows
+    # Clamped for `_tile`, as in `linear_sums_kernel`.
     logits = _tile(
         hidden,
         weight,
@@ -128,6 +133,8 @@ def linear_gradient_kernel(  # type: ignore[no-untyped-def]
         1,
         BLOCK_K,
     )
+    # Gradient by a logit: each target's slope at its column, less p times the sum of slopes (`slope`),
+    # and -p (log p + H) times the slope of the entropy H. The clamp keeps 0 * -inf out.
     logp = logits / temperature - tl.load(statistics + row, mask=is_row, other=0.0)[:, None]
     entropy = tl.load(statistics + rows + row, mask=is_row, other=0.0)[:, None]
     slope = tl.load(statistics + 2 * rows + row, mask=is_row, other=0.0)[:, None]
@@ -163,6 +170,7 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     weight_row = tl.minimum(first + pair // 2, width - 1) + (pair % 2) * width
     products = _tile(x, weight, tl.minimum(row, rows - 1), weight_row, dim, x_stride, dim, 1, BLOCK_K)
     gate, up = tl.split(tl.reshape(products, (BLOCK_M, BLOCK_N // 2, 2)))
+    # Rounded like the results of a separate product, so that both ways give the same values.
     kind = hidden.dtype.element_ty
     gate = gate.to(kind)
     up = up.to(kind)
@@ -194,6 +202,7 @@ def gated_gradient_kernel(  # type: ignore[no-untyped-def]
     """Write a tile of both gradients of silu(a) b, see `gated_gradient`."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # The tile of dL/d hidden = grad W, rounded as the separate product would round it.
     slope = _tile(
         grad,
         weight,
@@ -208,6 +217,7 @@ def gated_gradient_kernel(  # type: ignore[no-untyped-def]
     kind = joint_grad.dtype.element_ty
     slope = slope.to(kind).to(tl.float32)
     is_inside = (row < rows)[:, None] & (column < width)[None, :]
+    # With a = gate, b = up and s = sigmoid(a): dL/da = g b s (1 + a (1 - s)), and dL/db = g a s.
     place = row[:, None].to(tl.int64) * 2 * width + column[None, :]
     gate = tl.load(joint + place, mask=is_inside, other=0.0).to(tl.float32)
     up = tl.load(joint + place + width, mask=is_inside, other=0.0).to(tl.float32)

@@ -51,7 +51,7 @@ class Update:
 
     @property
     def divisor(self) -> float:
-        """Number that the sum of the loss over all rows is divided by."""
+        """Number that divides the loss's sum over all rows."""
         return self.loss.divisor(self.counts)
 
     @property
@@ -63,14 +63,15 @@ class Update:
         )
 
     def inputs(self, index: int, row: Row, scores: TokenScores, statistics: Mapping[str, torch.Tensor]) -> LossInputs:
-        """Return the loss's inputs of the row with an index.
+        """Return the loss's inputs for one of the minibatch's rows.
 
         Args:
-            row: the row, where the scores are.
+            row: the row, on the scores' device.
             scores: [L], with logprobs [L, 1 + k] if the row has a column of k "top_ids".
             statistics: the row's part of `minibatch_statistics`.
         """
         logprobs = scores.first
+        # Inputs follow the scores' dtype, so the loss of a float64 model is float64 throughout.
         dtype = logprobs.dtype
         columns = {
             name: column.to(dtype) if column.is_floating_point() else column for name, column in row.columns.items()
@@ -96,6 +97,7 @@ class Update:
             proximal=self.proximals[index] if self.proximals else None,
             values=scores.values,
             observed=row.observed if "observations" in self.loss.needs else None,
+            # Column 0 is the sampled token; the others are the teacher's top tokens.
             top_logprobs=scores.logprobs[:, 1:] if scores.logprobs.ndim == 2 else None,
             columns=columns,
             statistics=statistics,
@@ -110,15 +112,15 @@ class RowResults:
     """Number of this share's rows."""
     measures: Measures = field(default_factory=Measures)
     errors: list[ForgeError] = field(default_factory=list)
-    """Errors of the loss on this rank, if there are others; see `measured_loss`."""
+    """Errors of the loss on this rank. Collected only if there are other ranks, see `measured_loss`."""
     scores: list[torch.Tensor] = field(default_factory=list)
     """[L, 2] for each row, its logprobs and entropies, if the update keeps them."""
     expert_counts: list[torch.Tensor] = field(default_factory=list)
-    """For each row, see `routing_counts`; of models with experts."""
+    """[layers with experts, experts + 3] for each row, see `routing_counts`; empty for dense models."""
     unmeasured: list[tuple[LossInputs, int]] = field(default_factory=list)
-    """Rows that are still to be measured, and their trained tokens."""
+    """Rows not measured yet, each with its number of trained tokens."""
     rank_loads: list[torch.Tensor] = field(default_factory=list)
-    """For each row, see `least_loaded.rank_loads`; of expert-parallel ranks that lend experts."""
+    """For each row, see `least_loaded.rank_loads`; empty unless expert-parallel ranks lend experts."""
 
 
 def minibatch_statistics(
@@ -134,19 +136,22 @@ def minibatch_statistics(
     Args:
         rows: the trained tokens of each of this share's rows, see `LossInputs.at`.
         places: their positions in the row, and the row's length.
-        peers: ranks that have the same rows, in succession.
-        group: the ranks that have rows; all by default.
+        peers: number of consecutive ranks that have the same rows.
+        group: ranks that compute the loss; all by default.
 
     Returns:
         The statistics of each of this share's rows, see `spread`.
     """
     local_tokens = _concatenated(rows)
+    # Peers of a share hold identical rows, so one of them stands for all.
     shares = _gathered(local_tokens, group)[::peers]
     tokens = _concatenated(shares)
     # In the order of the batch, whatever the layout: a loss may choose tokens at random, or by their rank.
     order = (tokens.episodes.long() * 2**32 + tokens.segments.long()).argsort(stable=True)
     statistics = call_statistics(loss, tokens.at(order))
+    # The inverse permutation finds each local token's place in the sorted statistics.
     inverse_order = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
+    # The first of this share's tokens in the gathered order.
     first = sum(len(share.mask) for share in shares[: dist.get_rank(group) // peers])
     results: list[Mapping[str, torch.Tensor]] = []
     for positions, length in places:
@@ -177,10 +182,12 @@ def _gathered(local_tokens: LossInputs, group: dist.ProcessGroup | None) -> list
     tensors: dict[str, torch.Tensor] = local_tokens.per_token() | {
         f".{name}": column for name, column in local_tokens.columns.items()
     }
+    # int64, float32 and bool share one matrix: float64 holds all of their values here exactly.
     flat = torch.cat([tensor.double().reshape(len(tensor), _width(tensor)) for tensor in tensors.values()], 1)
     counts = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(world)]
     dist.all_gather(counts, torch.tensor([len(flat)], device=flat.device), group=group)
     longest = max(int(count) for count in counts)
+    # all_gather needs equal shapes, so shorter parts are padded with zeros, which the counts cut off again.
     padded = torch.cat([flat, flat.new_zeros(longest - len(flat), flat.shape[1])])
     gathered = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(gathered, padded, group=group)

@@ -26,7 +26,7 @@ def split_token_scores(
         logits: [N, V / ranks] float32 or float64, this rank's part of the vocabulary, split as by DTensor's Shard: all
             parts but the last ones are equally long. Nothing else may read them.
         targets: [N] or [N, K] int64, ids in the whole vocabulary.
-        mesh: ranks that share the vocabulary, one axis.
+        mesh: one-dimensional mesh of the ranks that share the vocabulary.
         vocab: V.
     """
     first = min(vocab, -(-vocab // mesh.size()) * mesh.get_local_rank())
@@ -34,7 +34,7 @@ def split_token_scores(
 
 
 class _SplitTokenScores(torch.autograd.Function):
-    """Manual gradients, as in token_scores, for each part."""
+    """Scores with a manual gradient, as in `token_scores`, for this rank's part of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -44,6 +44,7 @@ class _SplitTokenScores(torch.autograd.Function):
         shape, places = places.shape, places.reshape(len(places), -1)
         is_local = (places >= 0) & (places < logits.shape[1])
         places = torch.where(is_local, places, 0)
+        # All ranks shift by the largest logit of the whole vocabulary, so that their sums can be added.
         largest = widened(logits.amax(dim=1)) / scoring.temperature
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         sums = largest.new_empty(3 + places.shape[1], len(logits))
@@ -74,9 +75,12 @@ class _SplitTokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, places, is_local, largest, log_total, entropy = ctx.saved_tensors
         scoring = ctx.scoring
+        # The saved logits become their own gradient: a second [N, V / ranks] buffer would double the head's memory.
         grad_logits = logits.detach()
         for start in range(0, len(logits), _CHUNK_TOKENS):
             rows = slice(start, start + _CHUNK_TOKENS)
+            # d logp(target) / d logits = onehot(target) - p. The first term is added last, on the rank that has the
+            # target.
             slope = grad_logprobs[rows].reshape(-1, places.shape[1]) / scoring.temperature
             all_slopes = slope.sum(dim=1, keepdim=True)
             logp = (widened(logits[rows]) / scoring.temperature - largest[rows, None]).sub_(log_total[rows, None])
