@@ -85,8 +85,9 @@ class _PassRow:
     def part(self, tokens: slice) -> RowPart:
         """Return this row as part of a longer one."""
         mixed_pass = self.mixed_pass
-        draw = (mixed_pass.planned, *self.row.token_ids.tolist()) if mixed_pass.switch.lora.dropout else ()
-        return RowPart(tokens, replace(mixed_pass.switch, row=draw), mixed_pass.factors)
+        switch = replace(mixed_pass.switch)
+        switch.draw(self.row, mixed_pass.planned)
+        return RowPart(tokens, switch, mixed_pass.factors)
 
 
 def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:

@@ -28,7 +28,6 @@ from forge_rl.engines.titan.kernel_checks import check_kernels
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.lora import (
-    draw_dropout,
     init_adapters,
     merged_reports,
     published_shards,
@@ -279,7 +278,8 @@ class TitanEngine:
         """Run the forward pass of a row; returns it and the loss's inputs."""
         row = update.minibatch.rows[index]
         # The draw depends on the row and the update only, so a recomputed layer drops the same inputs again.
-        draw_dropout(self.model, row, self.planned)
+        if self.model.adapters is not None:
+            self.model.adapters.draw(row, self.planned)
         device_row = self.scorer.on_device(row, observations="observations" in update.loss.needs)
         scores = self.scorer.score(self.model, device_row, update.scoring)
         return device_row, update.inputs(index, device_row.row, scores, statistics)
