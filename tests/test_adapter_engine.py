@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.lora import adapted_modules_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import ConfigError, LossError
+from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch, train_batch
@@ -326,6 +327,29 @@ def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
                 for adapters in (together, alone):
                     adapters.step(adapter_pass.name, ADAM)
     assert not gradients(together, "d")
+
+
+def test_dropout_goes_on_after_a_load(base: Path, tmp_path: Path):
+    lora = LoRAConfig(rank=4, dropout=0.25)
+    settings = TrainSettings(lora=lora, dtype="float32", seq_len=64)
+    adapters, other = (TitanAdapters(TitanEngine(base, settings), base) for _ in range(2))
+    for engine in (adapters, other):
+        engine.open("a", AdapterSettings(lora=lora, seed=1))
+    adapters.run("a", minibatch(1), LOSS)  # a step takes the gradients of several passes
+    train(adapters, "a", range(2))
+    factors(adapters, "a", tmp_path / "saved")
+    train(adapters, "a", range(3))
+    assert other.load("a", tmp_path / "saved", optimizer=True) == 2
+    train(other, "a", range(3))
+    assert equal(factors(adapters, "a", tmp_path / "expected"), factors(other, "a", tmp_path / "loaded"))
+    counts = tmp_path / "saved" / "training.json"
+    saved_counts = json.loads(counts.read_text())
+    assert saved_counts.pop("planned") == 3
+    counts.write_text(json.dumps(saved_counts))  # as of a version that did not save it
+    assert other.load("a", tmp_path / "saved", optimizer=True) == 2
+    counts.write_text(json.dumps(saved_counts | {"planned": -1}))
+    with pytest.raises(CheckpointError, match="-1 passes"):
+        other.load("a", tmp_path / "saved", optimizer=True)
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_degree": 2}, {"data_parallel_replicate_degree": 2})

@@ -51,7 +51,7 @@ class _ResidentAdapter:
 class TitanAdapters:
     """Several named adapters over one model, whose parameters hold one adapter at a time.
 
-        adapters = AdapterEngine(engine, folder)
+        adapters = TitanAdapters(engine, folder)
         adapters.open("math", AdapterSettings(lora=LoRAConfig(rank=8), seed=1))
         adapters.run("math", minibatch, loss)
         adapters.step("math", AdamStep(lr=1e-4))
@@ -267,7 +267,9 @@ class TitanAdapters:
                         cut = part[:rank] if factor == ADAPTERS[0] else part[:, :rank]
                         tensors[kind][f"{module.adapter_name}/{factor}"] = cut
             scale = training.settings.lora.scale
-            state = AdapterState(scale=scale, updates=self._engine.updates, tensors=tensors)
+            state = AdapterState(
+                scale=scale, updates=self._engine.updates, planned=self._engine.planned, tensors=tensors
+            )
             write_state(folder, state, training.settings, base=self._folder)
         # The other ranks return only once the first one has written the files.
         if dist.get_world_size() > 1:
@@ -315,6 +317,7 @@ class TitanAdapters:
                 optimizer_state.state[parameter] = {"step": step, **moments}
         self._engine.optimizer = training.optimizer = optimizer_state
         self._engine.updates = training.updates = state.updates
+        self._engine.planned = training.planned = state.planned
         training.results = RowResults(rows=0)
         return state.updates
 
