@@ -329,6 +329,38 @@ def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
     assert not gradients(together, "d")
 
 
+def test_gradients_without_a_finite_sum_are_dropped_and_later_steps_work(base: Path, tmp_path: Path):
+    adapters, untouched = adapters_of(base), adapters_of(base)
+    for engine in (adapters, untouched):
+        engine.open("a", KINDS["a"])
+    adapters.run("a", minibatch(1), LOSS)
+    for parameter in adapters._parameters():
+        parameter.grad = torch.full_like(parameter, 1e38)  # each is finite
+    with pytest.raises(LossError, match="are dropped"):
+        adapters.step("a", ADAM)
+    for engine in (adapters, untouched):
+        train(engine, "a", range(1))
+    assert equal(*(factors(engine, "a", tmp_path / str(engine is adapters)) for engine in (adapters, untouched)))
+
+
+def test_an_offloaded_trainer_saves_loads_and_swaps_its_adapters(base: Path, tmp_path: Path):
+    adapters = adapters_of(base)
+    for name in ("a", "b"):
+        adapters.open(name, KINDS[name])
+        train(adapters, name, range(2))
+    expected = {name: factors(adapters, name, tmp_path / name) for name in ("a", "b")}
+    offload = adapters._engine.offload
+    for index, name in enumerate(("b", "a", "b")):  # the first is in the model already
+        assert offload()
+        assert equal(factors(adapters, name, tmp_path / f"{index}"), expected[name])
+    for name in ("a", "b"):
+        assert offload()
+        assert adapters.load(name, tmp_path / name, optimizer=True) == 2
+    assert offload()
+    adapters.rest()
+    assert equal(factors(adapters, "b", tmp_path / "end"), expected["b"])
+
+
 def test_dropout_goes_on_after_a_load(base: Path, tmp_path: Path):
     lora = LoRAConfig(rank=4, dropout=0.25)
     settings = TrainSettings(lora=lora, dtype="float32", seq_len=64)
@@ -364,6 +396,7 @@ def train_in_layouts(rank: int, base: Path, out: Path) -> None:
             adapters.open(name, KINDS[name])
         for seed in range(4):
             for name in ("b", "c"):
+                adapters._engine.offload()
                 (part,) = packed(random_batch(seed + 10, vocab=VOCAB), shares=shares).minibatches
                 own = replace(part, rows=part.rows[rank % shares :: shares])
                 with pytest.raises(LossError, match="not finite"):

@@ -61,7 +61,8 @@ class TitanAdapters:
     gradients are products with the other factor's zeros, so they stay 0.
 
     Every rank makes the same calls in the same order. A failed call leaves weights, gradients, moments and counts of
-    all adapters as they were.
+    all adapters as they were, except that `step` drops gradients that add up to a number that is not finite, as every
+    later step would fail on them.
 
     Args:
         engine: engine of a model with adapters.
@@ -225,6 +226,7 @@ class TitanAdapters:
 
         Raises:
             ConfigError: no pass has added a gradient since the last step.
+            LossError: the gradients add up to a number that is not finite; they are dropped.
         """
         training, engine = self._training(name), self._engine
         self._activate(training)
@@ -240,7 +242,10 @@ class TitanAdapters:
         metrics = engine.optimizer_step(training.results, lr=adam.lr, max_grad_norm=adam.max_grad_norm)
         training.results = RowResults(rows=0)
         if metrics is None:
-            raise LossError(f"the gradients of adapter {name!r:.80} add up to a number that is not finite")
+            raise LossError(
+                f"the gradients of adapter {name!r:.80} add up to a number that is not finite, and are dropped",
+                hint="lower the learning rate, or take a step after fewer passes",
+            )
         return metrics
 
     def save(self, name: str, folder: Path) -> None:
@@ -248,6 +253,7 @@ class TitanAdapters:
         counts; gradients are not saved."""
         training = self._training(name)
         self._activate(training)
+        self._engine.onload()
         optimizer = self._engine.optimizer
         groups = {"values": [values_of(parameter) for parameter in self._parameters()]}
         # AdamW creates its moments at the first step.
@@ -303,6 +309,7 @@ class TitanAdapters:
         # Everything is read and checked before the model is touched: a file that does not fit changes nothing.
         wholes = {kind: self._padded(state, kind, names, training.settings.lora.rank) for kind in state.tensors}
         self._activate(training)
+        self._engine.onload()
         optimizer_state = self._engine.new_optimizer()
         for index, parameter in enumerate(self._parameters()):
             place = slice_of(parameter)
@@ -341,6 +348,8 @@ class TitanAdapters:
         active, engine = self._active, self._engine
         if training is active:
             return
+        # Offloaded tensors are empty, and a copy of one would stay so.
+        engine.onload()
         parameters = self._parameters()
         active.grads = self._take_gradients()
         active.updates, active.planned, active.optimizer = engine.updates, engine.planned, engine.optimizer
