@@ -329,6 +329,30 @@ def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
     assert not gradients(together, "d")
 
 
+def test_passes_without_a_gradient_have_statistics_of_all_rows_and_passes_may_have_no_rows(base: Path):
+    adapters, plain = adapters_of(base, dtype="float64"), TitanEngine(base, TrainSettings(dtype="float64", seq_len=64))
+    for name, settings in KINDS.items():
+        adapters.open(name, settings)
+    (whole,) = packed(random_batch(1, vocab=VOCAB, groups=6), seq_len=40).minibatches
+    empty = replace(whole, rows=())
+    assert len(whole.rows) > 1
+    adapter_passes = [
+        AdapterPass(name=name, minibatch=rows, loss=Whitened(), backward=backward)
+        for name, rows, backward in (("a", whole, False), ("b", empty, True), ("c", empty, False))
+    ]
+    expected = reduce(plain.evaluate([whole], Whitened()))["loss"]  # of the base, whose adapter is still 0
+    for results in (
+        adapters.run_many(adapter_passes),
+        [adapters.run(one.name, one.minibatch, one.loss, backward=one.backward) for one in adapter_passes],
+    ):
+        scored, *others = results
+        assert isinstance(scored, PassResult)
+        assert reduce(scored.metrics)["loss"] == pytest.approx(expected, rel=1e-9)
+        assert all(isinstance(other, PassResult) and not other.logprobs for other in others)
+    assert not gradients(adapters, "b")
+    assert reduce(plain.evaluate([whole, empty], Whitened()))["loss"] == pytest.approx(expected, rel=1e-9)
+
+
 def test_gradients_without_a_finite_sum_are_dropped_and_later_steps_work(base: Path, tmp_path: Path):
     adapters, untouched = adapters_of(base), adapters_of(base)
     for engine in (adapters, untouched):

@@ -410,6 +410,8 @@ class TitanAdapters:
     def _check_finite(self) -> None:
         """Raise LossError on all ranks if a gradient is not finite on one."""
         grads = [values_of(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        if not grads:  # the pass had no rows
+            return
         # A sum of absolute values is finite only if every element is, so one number per gradient is enough.
         sums = torch.stack([grad.abs().sum() for grad in grads])
         is_bad = (~sums.isfinite()).any().to(torch.int32)
@@ -427,10 +429,10 @@ class TitanAdapters:
         logprobs = []
         # Counts of a minibatch add up to 1, as in `TitanEngine.forward_backward`.
         share = 1 / (max(1, len(update.minibatch.rows)) * engine.shares)
-        for index, row in enumerate(update.minibatch.rows):
-            device_row = engine.scorer.on_device(row)
+        for index, statistics in enumerate(engine.row_statistics(update, errors)):
+            device_row = engine.scorer.on_device(update.minibatch.rows[index])
             scores = engine.scorer.score(engine.model, device_row, update.scoring)
-            inputs = update.inputs(index, device_row.row, scores, {})
+            inputs = update.inputs(index, device_row.row, scores, statistics)
             row_loss = measured_loss(update.loss, inputs, measures, errors) / update.divisor
             measures.add("tokens/trained", Sum, device_row.tokens)
             measures.add("loss", Mean, row_loss, share)

@@ -149,8 +149,8 @@ class TitanEngine:
         if self._stage.is_last:
             # The counts of one update add up to 1 over all rows and shares, so the merged mean is the sum over rows,
             # averaged over updates.
-            share = 1 / (len(rows) * self._parallelism.shares)
-            for index, statistics in enumerate(self._first_pass(update, results.errors)):
+            share = 1 / (max(1, len(rows)) * self._parallelism.shares)
+            for index, statistics in enumerate(self.row_statistics(update, results.errors)):
                 recorded = self._recorded(update, index)
                 # FSDP must know before the last row's backward pass that it is the last: that pass reduces the
                 # gradients.
@@ -235,7 +235,7 @@ class TitanEngine:
                     continue
                 # As in `forward_backward`, the counts of one minibatch add up to 1 over its rows and shares.
                 share = 1 / (max(1, len(update.minibatch.rows)) * self._parallelism.shares)
-                for index, statistics in enumerate(self._first_pass(update, errors)):
+                for index, statistics in enumerate(self.row_statistics(update, errors)):
                     device_row, inputs = self._forward(update, index, statistics)
                     row_loss = measured_loss(loss, inputs, measures, errors) / divisor
                     measures.add("tokens/trained", Sum, device_row.tokens)
@@ -285,14 +285,13 @@ class TitanEngine:
         return device_row, update.inputs(index, device_row.row, scores, statistics)
 
     @torch.no_grad()
-    def _first_pass(self, update: Update, failed: list[ForgeError]) -> list[Mapping[str, torch.Tensor]]:
+    def row_statistics(self, update: Update, failed: list[ForgeError]) -> list[Mapping[str, torch.Tensor]]:
         """Compute the loss's statistics over all rows and ranks; {} for each row if the loss needs none across rows.
 
         If it raises and there are other ranks, append the error to `failed`, see `measured_loss`.
         """
         loss, minibatch = update.loss, update.minibatch
-        # No extra pass is needed if every episode or group lies within one row: the loss then sees all of it at once.
-        if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
+        if not update.needs_statistics:
             return [{}] * len(minibatch.rows)
         parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
         for index, row in enumerate(minibatch.rows):
@@ -319,7 +318,7 @@ class TitanEngine:
 
     def _pass_on(self, update: Update, on_row: Callable[[DeviceRow], None] = lambda _: None) -> None:
         """Run an update's forward passes on a stage without the head, calling `on_row` after each."""
-        self._first_pass(update, [])  # which fails on the last stage only
+        self.row_statistics(update, [])  # which fails on the last stage only
         for row in update.minibatch.rows:
             device_row = self.scorer.on_device(row)
             self.scorer.score(self.model, device_row, update.scoring)
