@@ -333,24 +333,27 @@ def test_passes_without_a_gradient_have_statistics_of_all_rows_and_passes_may_ha
     adapters, plain = adapters_of(base, dtype="float64"), TitanEngine(base, TrainSettings(dtype="float64", seq_len=64))
     for name, settings in KINDS.items():
         adapters.open(name, settings)
-    (whole,) = packed(random_batch(1, vocab=VOCAB, groups=6), seq_len=40).minibatches
-    empty = replace(whole, rows=())
-    assert len(whole.rows) > 1
+    (rows,) = packed(random_batch(1, vocab=VOCAB, groups=6), seq_len=40).minibatches
+    empty = replace(rows, rows=())
+    assert len(rows.rows) > 1
     adapter_passes = [
-        AdapterPass(name=name, minibatch=rows, loss=Whitened(), backward=backward)
-        for name, rows, backward in (("a", whole, False), ("b", empty, True), ("c", empty, False))
+        AdapterPass(name=name, minibatch=part, loss=Whitened(), backward=backward)
+        for name, part, backward in (("a", rows, False), ("b", empty, True), ("c", empty, False))
     ]
-    expected = reduce(plain.evaluate([whole], Whitened()))["loss"]  # of the base, whose adapter is still 0
+    expected = reduce(plain.evaluate([rows], Whitened()))["loss"]  # of the base, whose adapter is still 0
     for results in (
         adapters.run_many(adapter_passes),
-        [adapters.run(one.name, one.minibatch, one.loss, backward=one.backward) for one in adapter_passes],
+        [
+            adapters.run(adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss, backward=adapter_pass.backward)
+            for adapter_pass in adapter_passes
+        ],
     ):
-        scored, *others = results
+        scored, *no_rows = results
         assert isinstance(scored, PassResult)
         assert reduce(scored.metrics)["loss"] == pytest.approx(expected, rel=1e-9)
-        assert all(isinstance(other, PassResult) and not other.logprobs for other in others)
+        assert all(isinstance(result, PassResult) and not result.logprobs for result in no_rows)
     assert not gradients(adapters, "b")
-    assert reduce(plain.evaluate([whole, empty], Whitened()))["loss"] == pytest.approx(expected, rel=1e-9)
+    assert reduce(plain.evaluate([rows, empty], Whitened()))["loss"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_gradients_without_a_finite_sum_are_dropped_and_later_steps_work(base: Path, tmp_path: Path):
