@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.lora import adapted_modules_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import ConfigError, LossError
+from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch, train_batch
@@ -328,6 +329,88 @@ def test_dropout_and_passes_without_gradient_in_shared_rows(base: Path):
     assert not gradients(together, "d")
 
 
+def test_passes_without_a_gradient_have_statistics_of_all_rows_and_passes_may_have_no_rows(base: Path):
+    adapters, plain = adapters_of(base, dtype="float64"), TitanEngine(base, TrainSettings(dtype="float64", seq_len=64))
+    for name, settings in KINDS.items():
+        adapters.open(name, settings)
+    (rows,) = packed(random_batch(1, vocab=VOCAB, groups=6), seq_len=40).minibatches
+    empty = replace(rows, rows=())
+    assert len(rows.rows) > 1
+    adapter_passes = [
+        AdapterPass(name=name, minibatch=part, loss=Whitened(), backward=backward)
+        for name, part, backward in (("a", rows, False), ("b", empty, True), ("c", empty, False))
+    ]
+    expected = reduce(plain.evaluate([rows], Whitened()))["loss"]  # of the base, whose adapter is still 0
+    for results in (
+        adapters.run_many(adapter_passes),
+        [
+            adapters.run(adapter_pass.name, adapter_pass.minibatch, adapter_pass.loss, backward=adapter_pass.backward)
+            for adapter_pass in adapter_passes
+        ],
+    ):
+        scored, *no_rows = results
+        assert isinstance(scored, PassResult)
+        assert reduce(scored.metrics)["loss"] == pytest.approx(expected, rel=1e-9)
+        assert all(isinstance(result, PassResult) and not result.logprobs for result in no_rows)
+    assert not gradients(adapters, "b")
+    assert reduce(plain.evaluate([rows, empty], Whitened()))["loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_gradients_without_a_finite_sum_are_dropped_and_later_steps_work(base: Path, tmp_path: Path):
+    adapters, untouched = adapters_of(base), adapters_of(base)
+    for engine in (adapters, untouched):
+        engine.open("a", KINDS["a"])
+    adapters.run("a", minibatch(1), LOSS)
+    for parameter in adapters._parameters():
+        parameter.grad = torch.full_like(parameter, 1e38)  # each is finite
+    with pytest.raises(LossError, match="are dropped"):
+        adapters.step("a", ADAM)
+    for engine in (adapters, untouched):
+        train(engine, "a", range(1))
+    assert equal(*(factors(engine, "a", tmp_path / str(engine is adapters)) for engine in (adapters, untouched)))
+
+
+def test_an_offloaded_trainer_saves_loads_and_swaps_its_adapters(base: Path, tmp_path: Path):
+    adapters = adapters_of(base)
+    for name in ("a", "b"):
+        adapters.open(name, KINDS[name])
+        train(adapters, name, range(2))
+    expected = {name: factors(adapters, name, tmp_path / name) for name in ("a", "b")}
+    offload = adapters._engine.offload
+    for index, name in enumerate(("b", "a", "b")):  # the first is in the model already
+        assert offload()
+        assert equal(factors(adapters, name, tmp_path / f"{index}"), expected[name])
+    for name in ("a", "b"):
+        assert offload()
+        assert adapters.load(name, tmp_path / name, optimizer=True) == 2
+    assert offload()
+    adapters.rest()
+    assert equal(factors(adapters, "b", tmp_path / "end"), expected["b"])
+
+
+def test_dropout_goes_on_after_a_load(base: Path, tmp_path: Path):
+    lora = LoRAConfig(rank=4, dropout=0.25)
+    settings = TrainSettings(lora=lora, dtype="float32", seq_len=64)
+    adapters, other = (TitanAdapters(TitanEngine(base, settings), base) for _ in range(2))
+    for engine in (adapters, other):
+        engine.open("a", AdapterSettings(lora=lora, seed=1))
+    adapters.run("a", minibatch(1), LOSS)  # a step takes the gradients of several passes
+    train(adapters, "a", range(2))
+    factors(adapters, "a", tmp_path / "saved")
+    train(adapters, "a", range(3))
+    assert other.load("a", tmp_path / "saved", optimizer=True) == 2
+    train(other, "a", range(3))
+    assert equal(factors(adapters, "a", tmp_path / "expected"), factors(other, "a", tmp_path / "loaded"))
+    counts = tmp_path / "saved" / "training.json"
+    saved_counts = json.loads(counts.read_text())
+    assert saved_counts.pop("planned") == 3
+    counts.write_text(json.dumps(saved_counts))  # as of a version that did not save it
+    assert other.load("a", tmp_path / "saved", optimizer=True) == 2
+    counts.write_text(json.dumps(saved_counts | {"planned": -1}))
+    with pytest.raises(CheckpointError, match="-1 passes"):
+        other.load("a", tmp_path / "saved", optimizer=True)
+
+
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_degree": 2}, {"data_parallel_replicate_degree": 2})
 
 
@@ -340,6 +423,7 @@ def train_in_layouts(rank: int, base: Path, out: Path) -> None:
             adapters.open(name, KINDS[name])
         for seed in range(4):
             for name in ("b", "c"):
+                adapters._engine.offload()
                 (part,) = packed(random_batch(seed + 10, vocab=VOCAB), shares=shares).minibatches
                 own = replace(part, rows=part.rows[rank % shares :: shares])
                 with pytest.raises(LossError, match="not finite"):

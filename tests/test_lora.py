@@ -12,9 +12,10 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import StepRequest
-from forge_rl.engines.titan import head
+from forge_rl.engines.titan import adapter_switch, head
 from forge_rl.engines.titan.lora import without_adapters
 from forge_rl.metrics import reduce
+from forge_rl.system.seeds import derive_seed
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.lora_engines import (
     FAMILIES,
@@ -91,6 +92,24 @@ def test_dropout_is_in_updates_only_and_repeats_when_recomputed(tmp_path: Path):
         assert torch.equal(ends[-1], torch.cat(engine.logprobs(laid.rows, temperature=1.0)))
     assert not torch.equal(ends[0], ends[1])
     torch.testing.assert_close(ends[1], ends[2], rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_hashes_the_tokens_of_a_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    places = list[tuple[Any, ...]]()
+
+    def recorded(seed: int, purpose: Any, *place: Any) -> int:
+        places.append(place)
+        return derive_seed(seed, purpose, *place)
+
+    engine = trained_engine(tmp_path, LoRAConfig(rank=4, dropout=0.5))
+    (minibatch,) = packed(random_batch(2, vocab=43)).minibatches
+    monkeypatch.setattr(adapter_switch, "derive_seed", recorded)
+    engine.train_batch([minibatch], StepRequest(loss=LOSS, total_updates=5))
+    hashed_rows = [place for place in places if len(place) == 2]
+    assert hashed_rows == [(engine.planned, tuple(row.token_ids.tolist())) for row in minibatch.rows]
+    modules = [place for place in places if len(place) == 1]
+    assert len(modules) == len(places) - len(hashed_rows)
+    assert len(modules) == len(set(modules)) * len(minibatch.rows) > len(minibatch.rows)
 
 
 def test_recorded_logprobs_are_of_the_model_without_dropout(tmp_path: Path):

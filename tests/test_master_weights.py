@@ -10,8 +10,9 @@ import torch
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan import gradient_sums
 from forge_rl.engines.titan.cpu_attention import TreeMask
-from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace, room_for_parts
+from forge_rl.engines.titan.gradient_sums import GradientSum, SumPlace, room_for_parts, summed_parts
 from forge_rl.engines.titan.loading import load_weights
 from forge_rl.engines.titan.master_weights import MasterWeights, joint_weight
 from forge_rl.engines.titan.model import build_model
@@ -117,3 +118,26 @@ def test_vectors_that_do_not_lie_one_after_the_other_share_no_room():
     assert not room.is_contiguous()
     for apart in (places[::2], [places[0], None], places[::-1]):
         assert room_for_parts(apart, masters[: len(apart)], 4).is_contiguous()
+
+
+@pytest.mark.parametrize("members", [range(3), range(1, 3), range(1)])
+def test_parts_of_each_row_count_even_if_some_vectors_write_none(members: range, monkeypatch: pytest.MonkeyPatch):
+    def sum_parts(parts: torch.Tensor, total: torch.Tensor, adds: bool) -> None:
+        total.copy_(parts.sum(dim=0) + (total if adds else 0))
+
+    monkeypatch.setattr(gradient_sums, "_sum_parts", sum_parts)  # the kernel is for GPUs
+    masters = [torch.nn.Parameter(torch.zeros(length)) for length in (3, 1, 2)]
+    gradients = GradientSum(masters)
+    vectors = [masters[member] for member in members]
+    places = [SumPlace(gradients, member) for member in members]
+    for row in (1.0, 10.0, 100.0):
+        parts = room_for_parts(places, vectors, 4)
+        parts.fill_(row)
+        assert summed_parts(parts, places, vectors) == [None] * len(vectors)
+    gradients.settle()
+    for member, master in enumerate(masters):
+        if member in members:
+            assert master.grad is not None
+            assert master.grad.tolist() == [444.0] * len(master)
+        else:
+            assert master.grad is None

@@ -13,6 +13,7 @@ import torch
 from benchmarks.long_row import row_of
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import LossInputs, Scope
 from forge_rl.engines import memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -20,7 +21,7 @@ from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import StepRequest, TrainSettings
 from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.shards import local
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, LossError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch
@@ -85,6 +86,17 @@ def test_a_stage_starts_a_row_ahead_per_later_stage_then_alternates(tmp_path: Pa
     assert [most for _, most in found] == [3, 2, 0]
 
 
+class Broken(ClippedSurrogate):
+    """A loss that cannot compute what it needs of the whole minibatch."""
+
+    @property
+    def scope(self) -> Scope:
+        return "minibatch"
+
+    def statistics(self, tokens: LossInputs) -> dict[str, torch.Tensor]:
+        raise ValueError("no such statistic")
+
+
 def train_in_stages(rank: int, folder: Path) -> list[Any]:
     """Train in two stages: where gradients are reduced once, after each row, and in bfloat16; return what engines
     return."""
@@ -102,6 +114,12 @@ def train_in_stages(rank: int, folder: Path) -> list[Any]:
         evaluated = engine.evaluate(laid.minibatches, loss)
         found.append(([reduce(each or {}) for each in metrics], noise, reduce(evaluated)))
         found[-1] += engine.parameters, engine.specs()
+        for call in (
+            lambda engine=engine: engine.train_batch(laid.minibatches, StepRequest(loss=Broken(), total_updates=9)),
+            lambda engine=engine: engine.evaluate(laid.minibatches, Broken()),
+        ):
+            with pytest.raises(LossError, match="no such statistic"):  # on all stages, none of which is left waiting
+                call()
     return found
 
 

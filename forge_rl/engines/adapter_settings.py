@@ -138,6 +138,7 @@ class AdapterEngine(Protocol):
 
         Raises:
             ConfigError: there are none.
+            LossError: they add up to a number that is not finite, and are dropped.
         """
 
     def save(self, name: str, folder: Path) -> None:

@@ -34,7 +34,7 @@ Purpose: TypeAlias = Literal[
 - token choice: the version of the weights, and the number of tokens, which are the same on all ranks.
 - rounding: the optimizer's step, and the parameter's index, which are the same on all ranks.
 - adapter: the run's seed; the module's name, for an adapter's first values, or the name of one of several adapters.
-- dropout: the run's seed; the number of earlier minibatches, the row's tokens, and the module's name.
+- dropout: the run's seed; the number of earlier minibatches, and the row's tokens. Of that seed, the module's name.
 - sample: the server's seed; the places of a client's sampler and request in its session, for those without a seed.
 
 The order of tasks keeps the derivations of its sources, as saved positions in it refer to them."""

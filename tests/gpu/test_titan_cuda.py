@@ -95,8 +95,10 @@ def test_the_check_at_start_turns_off_no_kernel(dtype: torch.dtype):
     from forge_rl.engines.titan.kernel_checks import check_kernels
     from forge_rl.system.kernels import failures
 
+    state = torch.cuda.get_rng_state()
     check_kernels(small_architecture(head_dim=64), dtype, torch.device("cuda"))
     assert not failures()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def test_flash_attention_over_sequences_is_what_the_dense_mask_says():

@@ -51,7 +51,7 @@ class _ResidentAdapter:
 class TitanAdapters:
     """Several named adapters over one model, whose parameters hold one adapter at a time.
 
-        adapters = AdapterEngine(engine, folder)
+        adapters = TitanAdapters(engine, folder)
         adapters.open("math", AdapterSettings(lora=LoRAConfig(rank=8), seed=1))
         adapters.run("math", minibatch, loss)
         adapters.step("math", AdamStep(lr=1e-4))
@@ -61,7 +61,8 @@ class TitanAdapters:
     gradients are products with the other factor's zeros, so they stay 0.
 
     Every rank makes the same calls in the same order. A failed call leaves weights, gradients, moments and counts of
-    all adapters as they were.
+    all adapters as they were, except that `step` drops gradients that add up to a number that is not finite, as every
+    later step would fail on them.
 
     Args:
         engine: engine of a model with adapters.
@@ -225,6 +226,7 @@ class TitanAdapters:
 
         Raises:
             ConfigError: no pass has added a gradient since the last step.
+            LossError: the gradients add up to a number that is not finite; they are dropped.
         """
         training, engine = self._training(name), self._engine
         self._activate(training)
@@ -240,7 +242,10 @@ class TitanAdapters:
         metrics = engine.optimizer_step(training.results, lr=adam.lr, max_grad_norm=adam.max_grad_norm)
         training.results = RowResults(rows=0)
         if metrics is None:
-            raise LossError(f"the gradients of adapter {name!r:.80} add up to a number that is not finite")
+            raise LossError(
+                f"the gradients of adapter {name!r:.80} add up to a number that is not finite, and are dropped",
+                hint="lower the learning rate, or take a step after fewer passes",
+            )
         return metrics
 
     def save(self, name: str, folder: Path) -> None:
@@ -248,6 +253,7 @@ class TitanAdapters:
         counts; gradients are not saved."""
         training = self._training(name)
         self._activate(training)
+        self._engine.onload()
         optimizer = self._engine.optimizer
         groups = {"values": [values_of(parameter) for parameter in self._parameters()]}
         # AdamW creates its moments at the first step.
@@ -267,7 +273,9 @@ class TitanAdapters:
                         cut = part[:rank] if factor == ADAPTERS[0] else part[:, :rank]
                         tensors[kind][f"{module.adapter_name}/{factor}"] = cut
             scale = training.settings.lora.scale
-            state = AdapterState(scale=scale, updates=self._engine.updates, tensors=tensors)
+            state = AdapterState(
+                scale=scale, updates=self._engine.updates, planned=self._engine.planned, tensors=tensors
+            )
             write_state(folder, state, training.settings, base=self._folder)
         # The other ranks return only once the first one has written the files.
         if dist.get_world_size() > 1:
@@ -301,6 +309,7 @@ class TitanAdapters:
         # Everything is read and checked before the model is touched: a file that does not fit changes nothing.
         wholes = {kind: self._padded(state, kind, names, training.settings.lora.rank) for kind in state.tensors}
         self._activate(training)
+        self._engine.onload()
         optimizer_state = self._engine.new_optimizer()
         for index, parameter in enumerate(self._parameters()):
             place = slice_of(parameter)
@@ -315,6 +324,7 @@ class TitanAdapters:
                 optimizer_state.state[parameter] = {"step": step, **moments}
         self._engine.optimizer = training.optimizer = optimizer_state
         self._engine.updates = training.updates = state.updates
+        self._engine.planned = training.planned = state.planned
         training.results = RowResults(rows=0)
         return state.updates
 
@@ -338,6 +348,8 @@ class TitanAdapters:
         active, engine = self._active, self._engine
         if training is active:
             return
+        # Offloaded tensors are empty, and a copy of one would stay so.
+        engine.onload()
         parameters = self._parameters()
         active.grads = self._take_gradients()
         active.updates, active.planned, active.optimizer = engine.updates, engine.planned, engine.optimizer
@@ -398,6 +410,8 @@ class TitanAdapters:
     def _check_finite(self) -> None:
         """Raise LossError on all ranks if a gradient is not finite on one."""
         grads = [values_of(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        if not grads:  # the pass had no rows
+            return
         # A sum of absolute values is finite only if every element is, so one number per gradient is enough.
         sums = torch.stack([grad.abs().sum() for grad in grads])
         is_bad = (~sums.isfinite()).any().to(torch.int32)
@@ -415,10 +429,10 @@ class TitanAdapters:
         logprobs = []
         # Counts of a minibatch add up to 1, as in `TitanEngine.forward_backward`.
         share = 1 / (max(1, len(update.minibatch.rows)) * engine.shares)
-        for index, row in enumerate(update.minibatch.rows):
-            device_row = engine.scorer.on_device(row)
+        for index, statistics in enumerate(engine.row_statistics(update, errors)):
+            device_row = engine.scorer.on_device(update.minibatch.rows[index])
             scores = engine.scorer.score(engine.model, device_row, update.scoring)
-            inputs = update.inputs(index, device_row.row, scores, {})
+            inputs = update.inputs(index, device_row.row, scores, statistics)
             row_loss = measured_loss(update.loss, inputs, measures, errors) / update.divisor
             measures.add("tokens/trained", Sum, device_row.tokens)
             measures.add("loss", Mean, row_loss, share)

@@ -17,7 +17,7 @@ from forge_rl.models.adapters import Adapter, write_adapter
 from forge_rl.models.hf_folder import open_weights, read_object
 
 TRAINING, COUNTS = "training.safetensors", "training.json"
-"""forge_rl's own files: the moments; and the settings with the number of updates."""
+"""forge_rl's own files: the moments; and the settings with the numbers of updates and passes."""
 _HINT = "save the adapter again, or load an earlier checkpoint"
 
 
@@ -28,6 +28,8 @@ class AdapterState:
     scale: float
     """Factor on B A."""
     updates: int
+    planned: int
+    """Number of passes, from which each draws its dropout."""
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
     """Factors under "values" and the moments under AdamW's names, each by "WEIGHT/lora_A" and "WEIGHT/lora_B", with
     Hugging Face's name of the adapted weight."""
@@ -78,7 +80,7 @@ def write_state(folder: Path, state: AdapterState, settings: AdapterSettings, *,
         for name, tensor in tensors.items()
     }
     save_file(moments, folder / TRAINING)
-    counts = {"updates": state.updates, "seed": settings.seed, "lora": asdict(lora)}
+    counts = {"updates": state.updates, "planned": state.planned, "seed": settings.seed, "lora": asdict(lora)}
     (folder / COUNTS).write_text(json.dumps(counts, indent=2) + "\n")
 
 
@@ -96,20 +98,25 @@ def read_state(folder: Path, *, with_optimizer: bool) -> AdapterState:
         for kind, factor in zip((a_name, b_name), pair, strict=True)
     }
     tensors: dict[str, dict[str, torch.Tensor]] = {"values": factors}
-    updates = 0
+    updates = planned = 0
     if with_optimizer:
         if not (folder / COUNTS).is_file():
             raise CheckpointError(f"{folder} holds no optimizer's state", hint="load its weights alone")
         counts = read_object(folder / COUNTS, hint=_HINT)
-        count = counts.get("updates")
-        # In Python, True is an int.
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count < 1 << 31:
-            raise CheckpointError(f"{folder / COUNTS} has {count!r:.40} updates", hint=_HINT)
-        updates = count
+        updates = _count(counts.get("updates"), "updates", folder)
+        # Files of earlier versions lack it. Each update had a pass or more.
+        planned = _count(counts.get("planned", updates), "passes", folder)
         with open_weights(folder / TRAINING) as file:
             for key in file.keys():  # noqa: SIM118  safetensors' file is no mapping
                 kind, _, name = key.partition("/")
                 tensors.setdefault(kind, {})[name] = file.get_tensor(key)
         if updates and tensors.keys() != {"values", "exp_avg", "exp_avg_sq"}:
             raise CheckpointError(f"{folder / TRAINING} lacks a moment of the optimizer", hint=_HINT)
-    return AdapterState(scale=adapter.scale, updates=updates, tensors=tensors)
+    return AdapterState(scale=adapter.scale, updates=updates, planned=planned, tensors=tensors)
+
+
+def _count(value: object, noun: str, folder: Path) -> int:
+    # In Python, True is an int.
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise CheckpointError(f"{folder / COUNTS} has {value!r:.40} {noun}", hint=_HINT)
+    return value

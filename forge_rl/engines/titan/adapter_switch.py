@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
 
 
@@ -21,10 +22,20 @@ class AdapterSwitch:
     """False while the model acts as the one that training started from."""
     travel: bool = False
     """True if versions hold adapters and the base's weights, not merged weights."""
-    row: tuple[int, ...] = ()
-    """Identifies the current row within the run, for dropout: number of earlier minibatches, and token ids."""
+    row_seed: int = 0
+    """Seed of dropout in the current row, see `draw`."""
     parts: Sequence[RowPart] = ()
     """Parts of the current row, which cover its tokens in order; empty if the model's own adapter acts on all of it."""
+
+    def draw(self, row: Row, planned: int) -> None:
+        """Set the draw of dropout for a row's forward and backward pass.
+
+        Args:
+            planned: number of earlier minibatches of the run.
+        """
+        # Once per row: hashing a long row's token ids takes milliseconds, and a model has hundreds of modules.
+        if self.lora.dropout:
+            self.row_seed = derive_seed(self.seed, "dropout", planned, tuple(row.token_ids.tolist()))
 
     def dropped(self, module_name: str, inputs: torch.Tensor) -> torch.Tensor:
         """Drop out a share of a module's inputs, the same ones if the forward pass is recomputed; none if gradients are
@@ -37,7 +48,7 @@ class AdapterSwitch:
             return inputs * inputs.bool() / (1 - share)
         # Seeded by row and module, so that recomputation in the backward pass draws the same mask.
         generator = torch.Generator(inputs.device)
-        generator.manual_seed(derive_seed(self.seed, "dropout", self.row, module_name))
+        generator.manual_seed(derive_seed(self.row_seed, "dropout", module_name))
         mask = torch.rand(inputs.shape, generator=generator, device=inputs.device) >= share
         return inputs * mask.to(inputs.dtype) / (1 - share)
 

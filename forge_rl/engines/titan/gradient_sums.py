@@ -74,8 +74,9 @@ class GradientSum:
     def room(self, members: range, programs: int) -> torch.Tensor:
         """Return room for parts of the gradients by vectors, [programs, sum of lengths], which `end_parts` adds up; all
         vectors of this sum share it, so that it takes one pass."""
-        # Parts for another number of programs cannot share the room; settle what is there first.
-        if self._parts is None or len(self._parts) != programs:
+        # Parts for another number of programs cannot share the room, and where not all vectors write parts, those of
+        # the row before are still there; settle what is there first.
+        if self._parts is None or len(self._parts) != programs or not self._written.isdisjoint(members):
             self.settle()
             self._parts = self._masters[0].new_empty(programs, sum(self._lengths), dtype=torch.float32)
         first, end = sum(self._lengths[: members.start]), sum(self._lengths[: members.stop])

@@ -28,10 +28,13 @@ def turn_off_slow_kernels(architecture: Architecture, dtype: torch.dtype, device
     """Time each fused product and torch's in its place, forward and backward; turn off slower ones."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return
+    generator = torch.Generator(device).manual_seed(0)
     for kernel, function, plain, shapes in _products(architecture, device):
         if not is_on(kernel):
             continue
-        inputs = [torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5 for shape in shapes]
+        inputs = [
+            torch.randn(shape, generator=generator, dtype=dtype, device=device) * shape[-1] ** -0.5 for shape in shapes
+        ]
         seconds, plain_seconds = (shortest_time(candidate, inputs) for candidate in (function, plain))
         if seconds > plain_seconds:
             turn_off(kernel, "")

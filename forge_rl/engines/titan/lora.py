@@ -47,7 +47,6 @@ from forge_rl.engines.titan.shards import (
     values_of,
 )
 from forge_rl.models.adapter_products import AdapterProduct
-from forge_rl.packing.rows import Row
 from forge_rl.system.seeds import derive_seed
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, factor_names
@@ -240,16 +239,6 @@ def row_parts(model: Any, parts: Sequence[RowPart]) -> Iterator[None]:
         yield
     finally:
         model.adapters.parts = ()
-
-
-def draw_dropout(model: Any, row: Row, planned: int) -> None:
-    """Set the draw of dropout for a row's forward and backward pass.
-
-    Args:
-        planned: number of earlier minibatches of the run.
-    """
-    if model.adapters is not None and model.adapters.lora.dropout:
-        model.adapters.row = (planned, *row.token_ids.tolist())
 
 
 def published_specs(model: Any) -> tuple[TensorSpec, ...]:

@@ -40,14 +40,9 @@ class MixedPass:
     logprobs: dict[int, torch.Tensor] = field(default_factory=dict)
     """[L] of each row by its index, on the device."""
     finite: list[torch.Tensor] = field(default_factory=list)
-    """For each row, whether its loss's gradient by the scores is finite; on the device, read once at the end."""
+    """For each row of a backward pass, whether its loss's gradient by the scores is finite; on the device, read once at
+    the end."""
     error: ForgeError | None = None
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the loss needs statistics over several rows."""
-        scope, minibatch = self.update.loss.scope, self.update.minibatch
-        return bool(minibatch.rows) and (scope == "minibatch" or (bool(scope) and scope in minibatch.scattered))
 
     def leaves(self) -> Iterator[torch.Tensor]:
         """Yield A and B of each module in turn."""
@@ -57,7 +52,7 @@ class MixedPass:
     def check_gradient(self) -> None:
         """Set the error if a gradient is not finite."""
         sums = [leaf.grad.abs().sum().isfinite() for leaf in self.leaves() if leaf.grad is not None]
-        if self.error is None and self.backward and not all(torch.stack([*self.finite, *sums]).tolist()):
+        if self.error is None and self.finite and not all(torch.stack([*self.finite, *sums]).tolist()):
             self.error = LossError(
                 "the gradient of this pass is not finite, and is dropped",
                 hint="look for NaN or infinite numbers in its rows, or lower the learning rate",
@@ -85,8 +80,9 @@ class _PassRow:
     def part(self, tokens: slice) -> RowPart:
         """Return this row as part of a longer one."""
         mixed_pass = self.mixed_pass
-        draw = (mixed_pass.planned, *self.row.token_ids.tolist()) if mixed_pass.switch.lora.dropout else ()
-        return RowPart(tokens, replace(mixed_pass.switch, row=draw), mixed_pass.factors)
+        switch = replace(mixed_pass.switch)
+        switch.draw(self.row, mixed_pass.planned)
+        return RowPart(tokens, switch, mixed_pass.factors)
 
 
 def run_mixed(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:
@@ -174,7 +170,7 @@ def _inputs(device_row: DeviceRow, pass_row: _PassRow, scores: TokenScores) -> L
 @torch.no_grad()
 def _find_statistics(engine: TitanEngine, passes: Sequence[MixedPass], longest: int) -> None:
     """Compute the statistics of each loss that needs them, over the rows of its own pass."""
-    needing = [mixed_pass for mixed_pass in passes if mixed_pass.needs_statistics]
+    needing = [mixed_pass for mixed_pass in passes if mixed_pass.update.needs_statistics]
     inputs = {id(mixed_pass): dict[int, tuple[LossInputs, torch.Tensor]]() for mixed_pass in needing}
     for rows in _arranged(_rows_of(needing), longest):
         slices = _slices(rows)

@@ -28,7 +28,6 @@ from forge_rl.engines.titan.kernel_checks import check_kernels
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.lora import (
-    draw_dropout,
     init_adapters,
     merged_reports,
     published_shards,
@@ -144,18 +143,20 @@ class TitanEngine:
         `train_batch` calls both, and cleans up after their errors.
         """
         rows = update.minibatch.rows
+        # Computed on all stages: if it raised on the last one alone, the others would wait for its gradients.
+        divisor = update.divisor
         results = RowResults(rows=len(rows))
         if self._stage.is_last:
             # The counts of one update add up to 1 over all rows and shares, so the merged mean is the sum over rows,
             # averaged over updates.
-            share = 1 / (len(rows) * self._parallelism.shares)
-            for index, statistics in enumerate(self._first_pass(update)):
+            share = 1 / (max(1, len(rows)) * self._parallelism.shares)
+            for index, statistics in enumerate(self.row_statistics(update, results.errors)):
                 recorded = self._recorded(update, index)
                 # FSDP must know before the last row's backward pass that it is the last: that pass reduces the
                 # gradients.
                 self._set_last(index == len(rows) - 1)
                 device_row, inputs = self._forward(update, index, statistics)
-                loss = measured_loss(update.loss, inputs, results.measures, results.errors) / update.divisor
+                loss = measured_loss(update.loss, inputs, results.measures, results.errors) / divisor
                 self._measure(update, device_row, inputs, results, recorded or inputs)
                 loss.backward()
                 self._pipeline.give_back()
@@ -228,14 +229,15 @@ class TitanEngine:
         with self.forgetting_failures():
             measures, errors = Measures(), list[ForgeError]()
             for update in self._updates(minibatches, loss, 1.0):
+                divisor = update.divisor  # on all stages, as in `forward_backward`
                 if not self._stage.is_last:
                     self._pass_on(update)
                     continue
                 # As in `forward_backward`, the counts of one minibatch add up to 1 over its rows and shares.
                 share = 1 / (max(1, len(update.minibatch.rows)) * self._parallelism.shares)
-                for index, statistics in enumerate(self._first_pass(update)):
+                for index, statistics in enumerate(self.row_statistics(update, errors)):
                     device_row, inputs = self._forward(update, index, statistics)
-                    row_loss = measured_loss(loss, inputs, measures, errors) / update.divisor
+                    row_loss = measured_loss(loss, inputs, measures, errors) / divisor
                     measures.add("tokens/trained", Sum, device_row.tokens)
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
             reshard(self.model)
@@ -276,17 +278,20 @@ class TitanEngine:
         """Run the forward pass of a row; returns it and the loss's inputs."""
         row = update.minibatch.rows[index]
         # The draw depends on the row and the update only, so a recomputed layer drops the same inputs again.
-        draw_dropout(self.model, row, self.planned)
+        if self.model.adapters is not None:
+            self.model.adapters.draw(row, self.planned)
         device_row = self.scorer.on_device(row, observations="observations" in update.loss.needs)
         scores = self.scorer.score(self.model, device_row, update.scoring)
         return device_row, update.inputs(index, device_row.row, scores, statistics)
 
     @torch.no_grad()
-    def _first_pass(self, update: Update) -> list[Mapping[str, torch.Tensor]]:
-        """Compute the loss's statistics over all rows and ranks; {} for each row if the loss needs none across rows."""
+    def row_statistics(self, update: Update, failed: list[ForgeError]) -> list[Mapping[str, torch.Tensor]]:
+        """Compute the loss's statistics over all rows and ranks; {} for each row if the loss needs none across rows.
+
+        If it raises and there are other ranks, append the error to `failed`, see `measured_loss`.
+        """
         loss, minibatch = update.loss, update.minibatch
-        # No extra pass is needed if every episode or group lies within one row: the loss then sees all of it at once.
-        if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
+        if not update.needs_statistics:
             return [{}] * len(minibatch.rows)
         parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
         for index, row in enumerate(minibatch.rows):
@@ -300,11 +305,20 @@ class TitanEngine:
         reshard(self.model)
         if not self._stage.is_last:
             return [{}] * len(minibatch.rows)
-        return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
+        try:
+            return minibatch_statistics(
+                loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage
+            )
+        except ForgeError as error:
+            if dist.get_world_size() == 1:
+                raise
+            # The stages before wait for the gradients of all rows.
+            failed.append(error)
+            return [{}] * len(minibatch.rows)
 
     def _pass_on(self, update: Update, on_row: Callable[[DeviceRow], None] = lambda _: None) -> None:
         """Run an update's forward passes on a stage without the head, calling `on_row` after each."""
-        self._first_pass(update)
+        self.row_statistics(update, [])  # which fails on the last stage only
         for row in update.minibatch.rows:
             device_row = self.scorer.on_device(row)
             self.scorer.score(self.model, device_row, update.scoring)

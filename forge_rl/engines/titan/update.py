@@ -55,6 +55,13 @@ class Update:
         return self.loss.divisor(self.counts)
 
     @property
+    def needs_statistics(self) -> bool:
+        """Whether the loss needs statistics over several rows."""
+        # If every episode or group lies within one row, the loss sees all of it at once.
+        scope, minibatch = self.loss.scope, self.minibatch
+        return bool(minibatch.rows) and (scope == "minibatch" or (bool(scope) and scope in minibatch.scattered))
+
+    @property
     def scoring(self) -> Scoring:
         """Quantities to compute from each target's distribution."""
         needs = self.loss.needs
