@@ -83,6 +83,7 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
     values; and `scores` of an evaluation `step`, rows of a set, two scores and their difference."""
     diffs = differences(first, second)
     lines = [_first_line(diffs)]
+    # Another chat template changes every prompt although all settings may be equal, and is then named first.
     if prompts := _other_prompts(first, second):
         lines = (
             [f"{lines[0]}; {prompts}"] if any(diff.defines for diff in diffs) else [f"A and B have {prompts}", *lines]
@@ -116,6 +117,7 @@ def differences(first: Path, second: Path) -> list[Difference]:
     categories = _categories()
     for file, is_setting in (("config.json", True), ("versions.json", False)):
         first_values, second_values = (settings_of(read_bounded(folder / file)) for folder in (first, second))
+        # Settings of older runs are compared under the flags' current names.
         if is_setting:
             first_values, second_values = (
                 {current_path(name): value for name, value in side.items()} for side in (first_values, second_values)
@@ -151,6 +153,7 @@ def _defines_run(name: str, categories: Mapping[str, Category]) -> bool:
     """Return whether a setting, such as "trainer.optimizer.lr", determines what a run computes."""
     if retired_default(name) is not None:
         return False
+    # Flags that are not known, such as a user's recipe's, are taken to define the run.
     return categories.get(name, Category.DEFINING) in (Category.DEFINING, Category.TUNABLE)
 
 
@@ -175,6 +178,7 @@ def _other_prompts(first: Path, second: Path) -> str:
             {step: path for step, file_kind, path in recorded_files(folder) if file_kind == kind}
             for folder in (first, second)
         ]
+        # One common step is enough, as a template affects all prompts.
         for step in sorted(paths_by_step[0].keys() & paths_by_step[1].keys())[:1]:
             recordings = [EpisodeFile(paths[step]) for paths in paths_by_step]
             rows = [{(row["source"], row["task"]): row["row"] for row in file.listing()} for file in recordings]
@@ -208,6 +212,7 @@ def _rewards(folder: Path) -> dict[int, Estimate]:
             for row in EpisodeFile(path).listing():
                 if row["reward"] is not None:
                     groups.setdefault(row["group"], []).append(row["reward"])
+            # Episodes of a group share their task, so only groups are independent values.
             mean_rewards[step] = mean_over_tasks(
                 [sum(group_rewards) / len(group_rewards) for group_rewards in groups.values()]
             )
@@ -238,7 +243,9 @@ def _parting(
         # Newcombe's interval of a difference (1998), from those of both.
         towards = (a.high - a.value, b.value - b.low) if b.value > a.value else (a.value - a.low, b.high - b.value)
         is_clear = abs(b.value - a.value) > math.hypot(*towards)
+        # 1 or -1 for a clear difference and its direction, 0 for none.
         signs.append(math.copysign(is_clear, b.value - a.value))
+    # Several steps in a row, on one side: among many steps, single ones differ by chance.
     for index, step in enumerate(common[: 1 - _CLEAR_STEPS]):
         if signs[index] and len({*signs[index : index + _CLEAR_STEPS]}) == 1:
             intervals = f"{_interval(first_rewards[step])} and {_interval(second_rewards[step])}"
@@ -282,6 +289,7 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
     for key in sorted(runs[0].keys() | runs[1].keys()):
         a, b = runs[0].get(key, {}), runs[1].get(key, {})
         difference = ""
+        # Paired by task, which leaves out the variance between tasks.
         if common_tasks := sorted(a.keys() & b.keys()):
             comparison = compare_paired([a[task] for task in common_tasks], [b[task] for task in common_tasks])
             interval = f"[{comparison.low:+.3f}, {comparison.high:+.3f}]"
@@ -293,6 +301,7 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
 def _interval(estimate: Estimate) -> str:
     if math.isnan(estimate.value):
         return ""
+    # A single value outside 0 to 1 has no interval.
     bounds = f"  [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
     return f"{estimate.value:.3f}{bounds}"
 

@@ -70,6 +70,7 @@ class Dashboard:
     def __init__(self, config: Config) -> None:
         self._folders = [config.run, *([config.compare] if config.compare is not None else [])]
         self._runs = [RunData(folder) for folder in self._folders]
+        # One reader at a time: requests read in threads, and `RunData` caches what it has read.
         self._reading = asyncio.Lock()
         key = secrets.token_urlsafe(24)
         routes = [
@@ -100,6 +101,7 @@ class Dashboard:
     async def _data(self, request: Request) -> Response:
         async with self._reading:
             state = await asyncio.to_thread(lambda: encoded([run.state() for run in self._runs]))
+            # A browser asks again and again; as long as nothing has changed, the answer is a few bytes.
             tag = f'"{hashlib.sha256(state.encode()).hexdigest()[:32]}"'
             if request.headers.get("if-none-match") == tag:
                 return Response(status_code=304, headers={"etag": tag})
@@ -127,7 +129,7 @@ class Dashboard:
 
 
 class _WithHeaders:
-    """Adds the headers of `_HEADERS` to every response, and forbids to store it."""
+    """Adds the headers of `_HEADERS` to every response, and forbids storing it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

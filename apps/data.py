@@ -1,6 +1,6 @@
 """Show tasks as the model will see them, with truth, lengths, duplicates and held-out tasks; starts no engine.
 
-Of conversations and pairs, as recipes.sft and recipes.dpo take them, it shows which tokens are trained.
+For conversations and pairs, as recipes.sft and recipes.dpo take them, it shows which tokens are trained.
 
 python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*0.3
 python -m apps.data --env game --play hand
@@ -190,7 +190,7 @@ async def show_environment(config: Config, console: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
-    """Provide who answers: nobody, the person at stdin, or a model."""
+    """Yield the player: nobody, the person at stdin, or a model."""
     if config.play == "no":
         yield None
     elif config.play == "hand":
@@ -207,6 +207,7 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         from . import gateway
 
         check_installed("--play model", "openai", "judge")
+        # A gateway of its own, with a key that nobody else has, serves the model to the player.
         key = secrets.token_urlsafe(32)
         limits = Generator.Config(**vars(config.generator))
         with tempfile.TemporaryDirectory(prefix="play-") as out, responsive_loop():
@@ -227,7 +228,7 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
 async def _saying(
     console: Console, player: Answer, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
 ) -> Parsed | None:
-    """Print what a player answers."""
+    """Ask a player, and print its answer."""
     if (answer := await player(messages, tools)) is not None:
         content, calls = answer
         text = "\n".join(filter(None, (content, *(f"{call.name} {call.arguments}" for call in calls))))
@@ -289,6 +290,7 @@ def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation
         return
     for call in event.calls:
         console.print(Text(visible(f"call {call.name}({call.arguments:.500}) {call.error:.500}"), style="dim"))
+    # A history replaces all messages so far; otherwise only the new ones are shown.
     for message in event.history or event.messages:
         console.print(Text(visible(f"{message.get('role', '')}: {message.get('content', '')}"), style="yellow"))
     parts = "".join(f", {name} {value:g}" for name, value in event.parts.items())
@@ -300,6 +302,7 @@ def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation
 
 def show(config: Config, console: Console) -> None:
     """Read the tasks and print them; see `Config`."""
+    # Progress goes to stderr, so that stdout can be redirected.
     with Console(stderr=True).status("reading") as status:
 
         def progress(label: str, fraction: float) -> None:
@@ -344,7 +347,7 @@ def show(config: Config, console: Console) -> None:
 
 
 def _maker(config: Config, kind: Kind, tokenizer: Tokenizer) -> ExampleMaker | None:
-    """Return what makes the examples that recipes train on; None if rows are prompts."""
+    """Return the maker of the examples that recipes train on; None if rows are prompts."""
     makers: dict[Kind, ExampleFn] = {"conversation": conversation_episodes, "pair": preference_episodes}
     return ExampleMaker(makers[kind], tokenizer, longest=config.trainer.seq_len) if kind in makers else None
 
@@ -385,6 +388,7 @@ def _show_source(
     if measurement.refused:
         warning = f"{len(measurement.refused):,} cannot be trained on, the first: {measurement.refused[0]}"
         console.print(Text(visible(warning), style="yellow"))
+    # The description of a scan, shown above, has its note already.
     if measurement.note and scan is None:
         console.print(Text(measurement.note))
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):

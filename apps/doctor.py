@@ -3,9 +3,9 @@
     python -m apps.doctor
     python -m apps.doctor --job process:2 --quick
 
-Checks that versions are equal, devices and driver, memory and /dev/shm, clocks, that all see the run folder; ports and
-bandwidth between hosts, the disk, each device's speed against its peers, and one training step on what an engine
-decoded, with the gap of their logprobs. Exits with 1 if a check fails.
+Checks versions (equal on all hosts), devices and driver, memory and /dev/shm, clocks, the run folder (seen by all
+hosts), ports and bandwidth between hosts, the disk, each device's speed against its peers, and one training step on
+what an engine decoded, with the gap of their logprobs. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def show(findings: list[Finding], console: Console) -> None:
     table = Table(box=None, header_style="bold")
     for column in ("check", "host", "", "found"):
         table.add_column(column, overflow="fold")
+    # Hosts with the same finding share a row: a job may have hundreds.
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
         alike.setdefault((finding.check, finding.status, finding.detail, finding.hint), []).append(finding.host)

@@ -193,6 +193,7 @@ class Config:
             return
         has_lm_eval, live = bool(self.lm_eval.lm_eval), self.lm_eval.live
         in_processes = bool(self.env) and not has_lm_eval
+        # Reasons, each with the flags that it makes idle; a flag without effect is refused, not ignored.
         idle_groups = {
             "this command does not train": self.UNUSED,
             "lm-eval's tasks have prompts, sampling and scores of their own": _OF_EPISODES if has_lm_eval else (),
@@ -220,9 +221,11 @@ class Config:
     @property
     def digest(self) -> str:
         """Short digest of everything that results depend on, except the model."""
+        # Only settings that change answers count: another number of engines must still find the results.
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
         if self.generator.quantization != "none":
             engines["quantization"] = self.generator.quantization
+        # Users' rewards and environments count by their code, which may have changed under the same name.
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
         names = ("env", "agent", "tool_parser", "template_args")
         worlds = {name: getattr(self, name) for name in names if getattr(self, name)}
@@ -244,9 +247,11 @@ async def main(config: Config) -> None:
     sets = {} if is_lm_eval else build_sets(config)
     live, cache = config.lm_eval.live, config.cache
     folders = {name: Path(name) if live else find_model(name, cache) for name in config.models}
+    # Before the digest, which covers the lengths that this may set.
     config = with_room(config, folders)
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
+    # A folder holds results of one digest alone, so scores in it are comparable.
     check_settings(out, config.digest, as_json(config))
     package_versions, caption = versions(), "± standard error, clustered by task"
     comparisons: list[tuple[str, str, str, Comparison]] = []
@@ -329,8 +334,10 @@ def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
         plain.max_model_len,
     ):
         return config
+    # One length for all models, the shortest context: otherwise answers would not be comparable.
     max_context = min(positions(read_served(folder)) for folder in folders.values())
     context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
+    # At least half of the context is left to prompts.
     room = replace(generator, max_model_len=context, max_tokens=min(benchmark_tokens, max(1, context // 2)))
     return replace(config, generator=room)
 
@@ -385,6 +392,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         connection = await asyncio.to_thread(run.open_gateway)
         yield Endpoint(**connection | {"folder": Path(connection["folder"])}, concurrent=config.generator.max_num_seqs)
         return
+    # A new key, which only lm-eval gets.
     key = secrets.token_urlsafe(32)
     gateway_config = gateway.Config(
         model=str(folder),
@@ -425,6 +433,7 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         episodes_by_set.setdefault(set_name, []).append(episodes)
         bar.advance(task)
 
+    # Each finished task is stored at once, so that an interrupted evaluation resumes there.
     evaluation = Evaluation(
         missing,
         episodes=config.episodes,
@@ -441,6 +450,7 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
                 rollouts.start_evaluation(evaluation)
                 await rollouts.finish_evaluation()
     finally:
+        # Also after an interruption: what has been generated stays readable.
         await asyncio.to_thread(keep_episodes, episodes_folder, config, folder, episodes_by_set)
     _warn_of_episodes(
         config, name, [episode for groups in episodes_by_set.values() for episode in itertools.chain(*groups)], console
@@ -473,8 +483,10 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
         plays: AgentEnvironment | None = None if callable(environment) else environment
         function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
         scorer = RewardService.start(config.reward, services.start, function=function)
+        # Agents get no environment from here; the service is started all the same, with one that costs nothing.
         factory = SingleTurn if plays is not None or config.agent else environment
         worlds = Environment.start(config.environment, services.start, factory=factory)
+        # Engines, reward and environments start at the same time, as each may take minutes.
         async with task_group() as group:
             starting = group.create_task(services.engines(config.generator, folder, config.seed, config.cache))
             starting_reward = group.create_task(services.started(scorer))
@@ -493,11 +505,14 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
                 await parser.load()
             runner = EpisodeRunner(tokenizer, starting_worlds.result(), reward, parser.parse)
         tasks = ResumableTaskStream(DataConfig().build((ONE_DIGIT_ADDITION,), seed=config.seed))  # nothing is drawn
+        # Evaluation runs on the rollouts of training, for which a task stream and a scheduler are needed but never
+        # asked.
         scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
         rollouts = RolloutExecutor(
             Dispatcher(scheduler, generator, tokenizer),
             runner,
             devices=DeviceHandover(generator),
+            # Nothing is trained, so the weights stay at their first version.
             version=lambda: 0,
             seed=config.seed,
             scoring=EpisodeScoring(reward=reward),

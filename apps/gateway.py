@@ -195,10 +195,12 @@ async def running_services(out: Path, isolation: Isolation) -> AsyncIterator[Ser
     make_private(logs, CheckpointError)
     cluster = Cluster(logs.resolve(), may_be_public=isolation.public_ports)
     async with contextlib.AsyncExitStack() as stack:
+        # First in, last out: services stop before the processes that they run in.
         stack.push_async_callback(cluster.close)
         try:
             yield Services(cluster=cluster, faults=faults, stack=stack)
         finally:
+            # From here on, processes that end are no failures.
             faults.closing = True
 
 
@@ -289,6 +291,7 @@ def _with_adapters(config: Config, model: Path, name: str) -> Generator.Config:
     settings = config.generator
     if not config.serves_adapters:
         return settings
+    # A request names its model only, so an adapter of the same name could never be asked for.
     if clash := config.adapter_places.keys() & {name, *config.aliases}:
         raise ConfigError(f"--adapters names {min(clash)!r}, the model's own name", hint="choose another name")
     folders = [adapter_folder(place, model) for place in config.adapter_places.values()]
@@ -297,6 +300,7 @@ def _with_adapters(config: Config, model: Path, name: str) -> Generator.Config:
         max_loras=settings.max_loras or _STEP_ADAPTERS,
         max_lora_rank=max([settings.max_lora_rank, *(Adapter.read(folder).rank for folder in folders)]),
     )
+    # Checked before the engines start, which takes long.
     for folder in folders:
         check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
     return settings
@@ -336,6 +340,7 @@ async def _adapters(config: Config, engines: Generator, settings: Generator.Conf
         check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
         return folder
 
+    # `find` also checks the adapters that requests load later.
     adapters = ServedAdapters(engines, find, folders=config.adapter_folders, max_adapters=config.max_adapters)
     for name, place in config.adapter_places.items():
         await adapters.add(name, place)

@@ -112,6 +112,7 @@ def _layers_progress(console: Console) -> Iterator[tuple[Progress, Callable[[Lay
     """Show a line for each layer on the way; yields the function to report progress to."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     tasks: dict[str, TaskID] = {}
+    # Layers are fetched by several threads, which all report here.
     guard = threading.Lock()
     with Progress(*columns, console=console, transient=True) as progress:
 

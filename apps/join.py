@@ -60,6 +60,7 @@ async def main(config: Config) -> None:
     run = await asyncio.to_thread(attach, config.run)
     controller = str((await asyncio.to_thread(run.ask, "hosts"))["controller"])
     default = f"{socket.gethostname()}-{os.getpid()}"
+    # With the process number, as a host that has left cannot join again by its old name.
     name = config.name or re.sub(r"[^A-Za-z0-9.-]", "-", default)
     command = [sys.executable, "-m", "forge_rl.jobs.host", controller or "local"]
     command += ["--interface", config.interface] * bool(config.interface) + ["--public"] * config.public
@@ -95,6 +96,7 @@ async def _serve(run: AttachedRun, name: str, following: asyncio.Task[None], hos
     misses = 0
     try:
         while True:
+            # Returns at once if the host's process ends, or after some seconds to ask the run about it.
             await asyncio.wait([following], timeout=_LOOK_S)
             if following.done():
                 raise InfrastructureError(

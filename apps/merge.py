@@ -61,6 +61,8 @@ def merge(config: Config) -> Path:
         adapter.check_base(base)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        # Next to the target and renamed when whole: on one file system the rename is atomic, and a failure leaves
+        # nothing.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
             work = Path(place, out.name)
             work.mkdir()

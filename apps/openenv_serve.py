@@ -177,6 +177,7 @@ class Session:
         if self._env is None or self._done:
             raise ValueError("the episode is over; reset begins another one")
         text, calls = str(data.get("message", "")), tuple[ToolCall, ...]()
+        # A call of a tool needs no message; any other action does.
         if "tool_name" in data:
             arguments = json.dumps(data.get("arguments") or {})
             calls = (ToolCall(id=f"call-{self._steps}", name=str(data["tool_name"]), arguments=arguments),)
@@ -187,6 +188,7 @@ class Session:
         self._done = step.done
         self._rewarded |= step.reward is not None
         reward = step.reward
+        # Reasoning-gym tasks bring their verifier, which scores if the world never gave a reward.
         if step.done and not self._rewarded and self._task is not None and self._task.verifier == REASONING_GYM:
             answer = text if step.output is None else step.output
             reward = (await self._world.config.verifier(self._task, answer)).total
@@ -226,6 +228,7 @@ def app_of(world: World, key: str) -> Any:
         if "origin" in socket.headers or not _has_key(socket.headers, key):
             await socket.close()
             return
+        # Accepted even if all sessions are in use, as the refusal is a message of the protocol.
         await socket.accept()
         if world.sessions >= world.config.max_sessions:
             await say(socket, "CAPACITY_REACHED", f"all {world.config.max_sessions} sessions are in use")
@@ -285,6 +288,7 @@ def _has_key(headers: Headers, key: str) -> bool:
             return False
     elif kind.lower() != "bearer":
         credential = headers.get("x-api-key", "")
+    # Compares in constant time, so that response times reveal nothing of the key.
     return hmac.compare_digest(credential.strip().encode(errors="replace"), key.encode())
 
 
@@ -306,6 +310,8 @@ async def main(config: Config) -> None:
     world = await asyncio.to_thread(World, config)
 
     try:
+        # Opened here and not by uvicorn, so that a port in use is an error with a hint, and the chosen port can be
+        # printed.
         listening = sockets.create_server((config.host, config.port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}", hint="set another --port") from None

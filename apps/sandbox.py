@@ -157,7 +157,7 @@ class _Nothing(_Body):
 
 @dataclass(eq=False)
 class _Leased:
-    """An open session; it ends when nobody has used it for long."""
+    """An open session, which ends when nobody has used or renewed it for --lease-s."""
 
     session: PoolSession
     until_s: float
@@ -166,7 +166,7 @@ class _Leased:
 
 @dataclass(eq=False)
 class _Caller:
-    """What belongs to one key."""
+    """State of one key: its allowance of requests, and its sessions."""
 
     allowance: float
     """Requests that may come at once; refills with time."""
@@ -176,7 +176,7 @@ class _Caller:
 
 
 class SandboxServer:
-    """An HTTP server before a pool of sandboxes: `async with SandboxServer(config, keys) as server:`.
+    """HTTP server in front of a pool of sandboxes: `async with SandboxServer(config, keys) as server:`.
 
     Args:
         config: address, access and limits.
@@ -236,6 +236,7 @@ class SandboxServer:
                 refused=lambda path, caller, error: self._requests.labels("refused", str(error.status)).inc(),
             )
             self._http = HttpServer(app, self.config.http)
+        # The pool already runs: without this, a port in use would leave its processes behind.
         except BaseException:
             await self._stack.aclose()
             raise
@@ -243,7 +244,7 @@ class SandboxServer:
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        """End all sessions, answer what waits for them, and stop listening."""
+        """End all sessions, answer the requests that wait for them, and stop listening."""
         assert self._http is not None
         self._closing = True
         self._sweeping.cancel()
@@ -300,7 +301,7 @@ class SandboxServer:
         )
 
     def _caller(self, headers: Headers) -> _Caller:
-        """Return the caller whose key a request carries, and take the request from his allowance.
+        """Return the caller whose key a request carries, and deduct the request from the caller's allowance.
 
         Raises:
             ApiError: the key is missing or wrong, or its requests come too fast.
@@ -312,6 +313,7 @@ class SandboxServer:
             message = "wrong API key" if key else "no API key: send it as `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
         now_s, rate = time.monotonic(), self.config.requests_per_s
+        # A token bucket: it fills at the allowed rate, and holds ten seconds' worth.
         caller.allowance = min(max(10 * rate, 1), caller.allowance + rate * (now_s - caller.filled_s))
         caller.filled_s = now_s
         if caller.allowance < 1:
@@ -340,6 +342,7 @@ class SandboxServer:
     async def _open(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Open)
         limits = None if body.limits is None else limits_from_json(body.limits, self.config.limits)
+        # A session may reach only what the operator named, whatever its client asks for.
         if foreign_addresses := named_addresses(body.network) - named_addresses(self.config.network):
             raise ApiError(
                 403, f"not an address of --network: {visible(min(foreign_addresses))}", code="address_not_allowed"
@@ -360,6 +363,7 @@ class SandboxServer:
             raise ApiError(
                 429, f"the key has {max_sessions} open sessions (sessions-per-key)", code="too_many_sessions"
             )
+        # Counted while it opens, or many requests at once could pass the limit together.
         caller.opening += 1
         try:
             yield
@@ -376,6 +380,7 @@ class SandboxServer:
 
     async def _renew(self, caller: _Caller, request: Request) -> Response:
         body = await _read(request, _Renew)
+        # The answer names only sessions that are still open.
         names = [name for name in body.sessions if name in caller.sessions]
         for name in names:
             caller.sessions[name].until_s = time.monotonic() + self.config.lease_s
@@ -406,6 +411,7 @@ class SandboxServer:
 
     async def _fork(self, caller: _Caller, request: Request) -> Response:
         await _read(request, _Nothing)
+        # A fork counts as one more session of the key.
         with self._use(caller, request) as lease, self._place(caller):
             return self._lease(caller, await lease.session.fork())
 
@@ -422,20 +428,24 @@ class SandboxServer:
         return JSONResponse({})
 
     async def _end(self, caller: _Caller, name: str, cause: str) -> None:
+        # Removed before it closes, so that no further request uses it, and only one caller closes it.
         lease = caller.sessions.pop(name, None)
         if lease is not None:
             self._ended.labels(cause).inc()
+            # Shielded: a client that hangs up must not leave half of a session behind.
             await asyncio.shield(lease.session.close())
 
     async def _sweep(self) -> None:
         """End the sessions whose leases have ended."""
         while True:
+            # Often enough that a short lease is exceeded by at most a quarter.
             await asyncio.sleep(min(_SWEEP_S, self.config.lease_s / 4))
             now_s = time.monotonic()
             late = [
                 (caller, name)
                 for caller in self._callers.values()
                 for name, lease in caller.sessions.items()
+                # A session in use is never swept, however long a cell runs.
                 if not lease.uses and lease.until_s < now_s
             ]
             await asyncio.gather(*(self._end(caller, name, "lease") for caller, name in late))
@@ -455,6 +465,7 @@ async def _read(request: Request, kind: type[B]) -> B:
         ApiError: it is not JSON, or not of this kind.
     """
     try:
+        # Requests that need nothing, or leave all at its default, may have no body.
         return kind.model_validate_json(await request.body() or b"{}")
     except ValidationError as error:
         raise invalid(error) from None
@@ -497,6 +508,7 @@ def _keys(config: Config) -> tuple[tuple[str, ...], str]:
 async def main(config: Config) -> None:
     """Serve until a signal; then end all sessions."""
     keys, shell_key = _keys(config)
+    # The pool warns of missing layers of isolation; they are printed in the program's own form.
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         async with SandboxServer(config, keys) as server:

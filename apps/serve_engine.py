@@ -75,6 +75,7 @@ async def main(config: Config) -> None:
         )
         return
     key = {KEY_VARIABLE: os.environ[KEY_VARIABLE]}
+    # The process itself becomes the server, so signals reach it and its exit status is the command's.
     os.execve(sys.executable, command, handed_on({**engine_environment, **key}))
 
 

@@ -89,6 +89,7 @@ def show(config: Config, console: Console) -> None:
     if config.episode:
         name, _, row = config.episode.rpartition("-")
         file = EpisodeFile(by_name[name]) if name in by_name else None
+        # Cut to 9 digits, as `int` refuses very long numbers.
         if file is None or not row.isdecimal() or int(row[:9]) >= len(file):
             raise ConfigError(
                 f"{config.run} has no episode {config.episode!r}", hint="list them with: forge-rl show RUN --step N"
@@ -118,9 +119,11 @@ def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[
         for row in EpisodeFile(path).listing():
             is_wanted = config.source in ("", row["source"]) and config.outcome in ("", row["outcome"])
             is_wanted &= config.task in row["task"] or config.task in row["asked"]
+            # Episodes without a reward cannot be ordered by it.
             if is_wanted and (not config.worst or row["reward"] is not None):
                 matches.append((f"{step}-{kind}", row))
         if config.worst:
+            # The worst of all steps are wanted, so every file is read; only the worst so far are kept.
             matches = sorted(matches, key=lambda match: match[1]["reward"])[: config.worst]
         elif len(matches) >= config.most:
             break
@@ -167,6 +170,7 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
         facts["reward"] = number(episode.reward) + parts
     if (advantage := _range(record.advantages, record.trained)) is not None:
         facts["advantage"] = advantage
+    # Stands in for a missing score: its answer and feedback are empty, and thus not shown.
     score = episode.score or Score(total=0.0)
     facts |= {"problem": episode.problem, "answer": score.answer, "feedback": score.feedback}
     facts |= {
@@ -180,12 +184,14 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
         if value:
             grid.add_row(_cell(key, 24), Text(visible(value), "red" if key == "problem" else ""))
     console.print(grid)
+    # Otherwise the first turn shows the messages that it answered.
     if not (episode.turns and episode.turns[0].messages):
         for message in episode.task.messages:
             _print_message(console, message)
     segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
     first = 0
     for place, turn in enumerate(episode.turns):
+        # Columns of scores run over all turns of the episode; this is the turn's part of them.
         tokens = slice(first, first := first + len(turn.token_ids))
         segment_text = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
         origin = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""
@@ -221,6 +227,7 @@ def _print_message(console: Console, message: Message) -> None:
 def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> str:
     """Describe a turn's tokens."""
     facts = [f"{len(turn.prompt_ids)} + {len(turn.token_ids)} tokens{', truncated' * turn.truncated}"]
+    # Turns that no model sampled have version -1.
     if len(turn.versions) and turn.versions.max() >= 0:
         low, high = int(turn.versions.min()), int(turn.versions.max())
         facts.append(f"version {low}" if low == high else f"versions {low} to {high}")

@@ -103,6 +103,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         settings = replace(
             config.generator,
             max_loras=config.generator.max_loras or _LOADED,
+            # Engines must hold every adapter that the trainer can make.
             max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
         )
         check_decode_layout(folder, settings, engines=settings.replicas)
@@ -144,6 +145,7 @@ async def main(config: Config) -> None:
     with responsive_loop():
         async with serving(config) as (server, faults):
             _greet(config, server)
+            # The first of them to fail ends the program.
             failures = [asyncio.ensure_future(work) for work in (faults.wait(), server.failed())]
             done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
             raise done.pop().result()
@@ -162,7 +164,7 @@ def _keys(config: Config) -> dict[str, str]:
 
 
 def _tokenizer_id(model: str, folder: Path) -> str:
-    """Return where clients on this machine, and of a model with an id on others, too, find its tokenizer."""
+    """Return where clients find the tokenizer: a hub id, which works on any machine, or else the folder on this one."""
     is_id = is_hub_model(model) and not Path(model).expanduser().is_dir()
     return model.partition("@")[0] if is_id else str(folder.absolute())
 

@@ -112,6 +112,7 @@ def adapters_seconds(
         return time.perf_counter() - began
 
     names = [str(number) for number in range(count)]
+    # In turn, so that other load on the machine slows both; the first pair warms up.
     pairs = [(update(names), update(["0"] * count)) for _ in range(repeats + 1)]
     return pairs[1:]
 
@@ -143,6 +144,7 @@ def _peft_update(folder: Path, lora: LoRAConfig, batch: Batch) -> Callable[[], N
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    # The same linear layers as ours, by the names that peft matches.
     targets = sorted({name.rpartition(".")[2] for name in linear_modules(read_architecture(folder)).values()})
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
     model: Any = peft.get_peft_model(base, config)
@@ -155,6 +157,7 @@ def _peft_update(folder: Path, lora: LoRAConfig, batch: Batch) -> Callable[[], N
     advantages = advantages_of(batch).reshape(-1, 1)
 
     def update() -> None:
+        # One more than the answer: the logits at a token predict the next one.
         logits = model(ids, logits_to_keep=answer + 1).logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(2, ids[:, -answer:, None])[..., 0]
         ratio = (logprobs - behaviour).exp()

@@ -99,6 +99,7 @@ def measure(config: Config, report: Report) -> None:
         "prompt": config.prompt_tokens,
         "answer": config.answer_tokens,
     }
+    # In a process of its own each: memory that one has freed would hide the next one's peak.
     (adapted,) = run_ranks(update_peak, 1, folder, lora, shape)
     (full,) = run_ranks(update_peak, 1, folder, LoRAConfig(), shape)
     report.rows.append({"peak_bytes_lora": adapted, "peak_bytes_full": full})
@@ -132,6 +133,7 @@ def _count_bytes(config: Config, report: Report) -> None:
         for rank in (8, 16, 32):
             count = adapter_parameters(architecture, LoRAConfig(rank=rank))
             share = count / architecture.weights
+            # Adapters are published in bfloat16, so against float32 weights their share is half.
             shares = {"bytes_share_bfloat16": share, "bytes_share_float32": share / 2}
             report.rows.append({"model": name, "rank": rank, "adapter_parameters": count, **shares})
 

@@ -118,6 +118,7 @@ def copies(task: Task) -> Iterator[tuple[str, str]]:
         yield "its numbers as JSON", f"[{', '.join(numbers)}]"
         yield "its numbers' sum, not computed", "+".join(numbers)
     metadata = entry["metadata"]
+    # Answers that evaluate to the right value without any solving; a scorer that evaluates them pays for nothing.
     if "target" in metadata and "numbers" in metadata:
         yield (
             "0 times its numbers plus the target",
@@ -164,6 +165,7 @@ async def tried(dataset: str, config: Config) -> dict[str, object]:
         answers = [(repr(constant), constant) for constant in CONSTANTS] + list(copies(task))
         await asyncio.gather(*(score(task, name, answer) for name, answer in answers))
     false = {name: solved[name] - true[name] for name in solved}
+    # Either more wrong answers pass than chance allows, or one constant is the true answer of nearly all tasks.
     above = [name for name in solved if false[name] > _CHANCE * config.tasks or true[name] > _MOST_TRUE * config.tasks]
     best = max(solved, key=lambda name: (false[name], solved[name]), default="")
     shares = {"solved": solved[best] / config.tasks, "not_true": false.get(best, 0) / config.tasks}

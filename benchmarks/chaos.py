@@ -62,6 +62,7 @@ class Config(BenchmarkConfig):
 
 def measure(config: Config, report: Report) -> None:
     """Play all episodes, once without kills."""
+    # Once without kills, for the time that the kills cost.
     calm = asyncio.run(play_under_chaos(replace(config, kills=0)))
     outcome = asyncio.run(play_under_chaos(config))
     report.results |= outcome | {"calm_s": calm["seconds"]}
@@ -99,11 +100,14 @@ async def _play(config: Config, images: ChaosImages | None) -> dict[str, float]:
             nonlocal cells, kills
             cells += 1
             session_kills[number] = 0
+            # Kills keep pace with cells: kill k comes once its share of all cells has ended. 0.98 leaves room for the
+            # last one.
             while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
                 trees.update(host.tree for host in pool.hosts)
                 starts.update((pid, _state(pid)[2]) for host in pool.hosts for pid in processes(host))
                 if images is not None and kills % 2:
                     images.cut_a_pull(rng)
+                # Never as often as MAX_DEATHS between two ends of a cell: the pool would blame the cell, and rightly.
                 elif kill(pool, rng, with_sessions=max(session_kills.values()) < MAX_DEATHS - 1):
                     session_kills.update({episode: deaths + 1 for episode, deaths in session_kills.items()})
                 kills += 1
@@ -164,6 +168,7 @@ def kill(pool: Pool, rng: random.Random, *, with_sessions: bool) -> bool:
     """
     host = rng.choice(pool.hosts)
     depths = {pid: _namespaces(pid) for pid in session_processes(host)}
+    # The outermost processes of sessions; deeper PID namespaces are those of what commands have started.
     keeper, sessions = host.process.pid, [pid for pid, depth in depths.items() if depth == min(depths.values())]
     servers = [[keeper], children(keeper)]
     half = rng.sample(sessions, len(sessions) // 2)
@@ -227,6 +232,7 @@ def _runs(pid: int, start: str) -> bool:
 def _state(pid: int) -> tuple[str, str, str]:
     """Return a process's state, parent and start in ticks since the machine's; "" if it has ended."""
     with contextlib.suppress(OSError):
+        # Behind the last bracket, as the program's name may contain blanks and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[1], fields[19]
     return "", "", ""

@@ -52,6 +52,7 @@ class ChaosImages:
         """Let downloads break off, kill what unpacks, or kill another process that pulls."""
         match rng.randrange(3):
             case 0:
+                # The registry's next answer for these layers ends after so many bytes.
                 for digest in rng.sample(self.own_layers, len(self.own_layers) // 4):
                     self.server.breaks[digest] = rng.randrange(1, _FILES * _FILE_BYTES // 2)
             case 1:
@@ -99,6 +100,7 @@ def chaos_images(count: int, seed: int) -> Iterator[ChaosImages | None]:
         return
     with tempfile.TemporaryDirectory(prefix="forge_rl-chaos-") as scratch, registry() as server:
         base_files, rng = host_layer(Path(scratch, "base"), _PROGRAMS), random.Random(seed)
+        # One base of this machine's own shell for all images, so that nothing is downloaded.
         entries = []
         for path in sorted(base_files.rglob("*")):
             name = str(path.relative_to(base_files))

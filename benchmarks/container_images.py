@@ -104,6 +104,7 @@ def _packages(folder: Path, names: Sequence[str]) -> None:
     layer, downloads = folder / "00", folder.with_suffix(".downloads")
     layer.mkdir(parents=True)
     downloads.mkdir()
+    # As root: apt's own user could not write to a private folder.
     command = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *names]
     result = subprocess.run(command, cwd=downloads, capture_output=True, text=True)
     if result.returncode:
@@ -124,6 +125,7 @@ def _python_layers(folder: Path, gb: float) -> None:
     left, layer_bytes, index, filled = gb * 1e9, gb * 1e9 / (LAYERS - 1), 1, 0.0
     for path in paths:
         size = path.stat().st_size
+        # Files of half a layer or more would make layers of very different sizes.
         if size > layer_bytes / 2 or left < size:
             continue
         target = folder / f"{index:02}/opt/packages" / path.relative_to(source)
@@ -160,6 +162,7 @@ def _blobs(folder: Path, layers: Sequence[Path]) -> list[Layer]:
 
 def _blob(folder: Path, layer: Path) -> Layer:
     archive = layer.with_name(f"{layer.name}.tar")
+    # The same names, times and owners give the same digests in every run.
     owner = ["--owner=0", "--group=0", "--numeric-owner", "--sort=name", "--mtime=@0"]
     subprocess.run(["tar", "-cf", str(archive), *owner, "-C", str(layer), "."], check=True)
     with archive.open("rb") as file:

@@ -124,6 +124,7 @@ def _measure_pulls(
                 peer.run("podman rmi --all --force")
                 runs["podman"] = partial(peer.pull, reference)
             for kind, run in runs.items():
+                # Writes of the one before must not slow the next.
                 os.sync()
                 start_time = time.perf_counter()
                 run()

@@ -113,6 +113,7 @@ class CountedOperations(TorchDispatchMode):
             self.cost.copies += 1
             return outputs
         name = func.name().partition("::")[2].partition(".")[0]
+        # An output in the memory of an input is a view, or is written in place.
         shared = {tensor.untyped_storage()._cdata for tensor in inputs}
         mutated = [
             tensor
@@ -124,6 +125,7 @@ class CountedOperations(TorchDispatchMode):
         if name in _FREE or not (mutated or fresh) or not any(tensor.numel() for tensor in [*inputs, *fresh]):
             return outputs
         reads_first = (name.endswith("_") and name not in _ONLY_WRITTEN) or len(list(_once(inputs))) < len(inputs)
+        # Index, values that are read, and values that are written, each of the smallest tensor's size.
         if name.startswith(_SPARSE):
             size = 3 * min(map(_size, [*inputs, *fresh]))
         else:

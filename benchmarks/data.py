@@ -56,6 +56,7 @@ def measure(config: Config, report: Report) -> None:
         report.versions |= json.loads(_child("versions", small, 0, folder))
         rows_by_reader: dict[str, list[dict[str, float]]] = {}
         for repeat in range(1 + config.repeats):
+            # In turn within each repeat, so that a machine that slows down slows all readers.
             for reader, file in (("ours", large), ("ours_small", small), ("stream", large)):
                 row = json.loads(_child(reader.partition("_")[0], file, config.tasks, folder))
                 report.rows.append({"reader": reader, "warm_up": repeat == 0, **row})

@@ -161,12 +161,14 @@ async def _real(config: Config, report: Report) -> None:
     async with engines(generator, on.model) as served:
         rate = await full_rate(served, on)
         mean = statistics.fmean(draw_tokens(random.Random(i), kind_at(i / 1000), on) for i in range(1000))
+        # t / (t + r) is _TRAIN_SHARE, where r is the time of a batch of 4 episodes a slot at the engines' full rate.
         train_s = _TRAIN_SHARE / (1 - _TRAIN_SHARE) * 4 * slots * mean / rate
         report.results |= {"real_full_tokens_per_s": rate, "real_train_s": train_s}
         print(f"full engines: {rate:.0f} tokens/s; a training step: {train_s:.2f} s", flush=True)
         pairs = 1 if config.smoke else 1 + config.repeats
         outcomes: dict[bool, list[Outcome]] = {True: [], False: []}
         for pair in range(pairs):
+            # The order alternates from pair to pair, so that a machine that slows down favours neither.
             for blocking in (True, False) if pair % 2 == 0 else (False, True):
                 outcome = await _real_run(config, served, steps=steps, train_s=train_s, blocking=blocking)
                 warm_up = pair == 0 and not config.smoke
@@ -183,11 +185,13 @@ async def _real(config: Config, report: Report) -> None:
 
 
 async def _real_run(config: Config, served: Engines, *, steps: int, train_s: float, blocking: bool) -> Outcome:
+    # Engines serve several runs one after another, so versions of this run start where the last one ended.
     first, slots = served.version, config.on.engines * config.on.budget
 
     def tokens(episode: InflightEpisode) -> int:
         batch, *rest = episode.place
         number = batch if episode.group.batch == EVALUATION else batch - first
+        # Lengths depend on an episode's place in the run alone: both kinds of runs draw the same ones.
         place = "/".join(map(str, (config.seed, number, *rest)))
         return draw_tokens(random.Random(place), episode.group.task.source, config.on)
 

@@ -127,6 +127,7 @@ def _run(rank: int, cases: list[_Case]) -> list[dict[str, Any]]:
 def _case(rank: int, case: _Case) -> dict[str, Any]:
     """Compare, measure and time one case on this rank."""
     config = case.config
+    # Compared in float64 on few tokens, where any difference is a mistake and not rounding.
     exact = _Layer(case, rank, torch.float64, tokens=256)
     results = [exact.run(lends=way == "least_loaded") for way in _WAYS]
     deviation = max(
@@ -142,6 +143,7 @@ def _case(rank: int, case: _Case) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
     for _ in range(config.repeats):
         for way in _WAYS:
+            # Ranks start together, or the slowest one's time would include waiting for its peers.
             dist.barrier()
             start = time.perf_counter()
             layer.run(lends=way == "least_loaded")
@@ -176,6 +178,8 @@ class _Layer:
         generator.manual_seed(rank + 1)
         shares = torch.ones(config.experts)
         shares[: config.experts // case.ranks] = case.skew
+        # Gumbel noise: log shares plus it, and the top k of them, sample without replacement in proportion to the
+        # shares.
         noise = -torch.log(-torch.log(torch.rand(tokens, config.experts, generator=generator).clamp(1e-9, 1 - 1e-7)))
         self.preferences = shares.log() + noise  # the top k of them are k draws without replacement
         self._chosen = self.preferences.topk(config.top_k).indices
@@ -198,6 +202,7 @@ def _biased(preferences: torch.Tensor, case: _Case) -> float:
     bias = torch.zeros(config.experts)
     for _ in range(config.bias_updates):
         load = _load(scores + bias, config)
+        # DeepSeek-V3's rule: a fixed step up for experts below the mean load, and down for those above.
         bias += _STEP * (load.double().mean() - load).sign().float()
     totals = _load(scores + bias, config).view(case.ranks, -1).sum(dim=1).double()
     return float(totals.max() / totals.mean())

@@ -75,6 +75,7 @@ def measure(config: Config, report: Report) -> None:
             report.results[f"{name}_s_{shape}"] = seconds
             report.results[f"{name}_predicted_s_{shape}"] = predicted[name]
         report.results[f"predicted_over_measured_{shape}"] = ratio = predicted["step"] / measured["step"]
+        # Twice too long and half as long are equally wrong.
         log_ratios.append(abs(math.log(ratio)))
         report.rows.append({"shape": shape, "measured": measured, "predicted": predicted, "flops": before.device.flops})
     report.results["worst_ratio"] = math.exp(max(log_ratios))
@@ -93,6 +94,7 @@ def _predict(
     """Predict a step with the run's mean lengths, at the mean of both measurements of the machine."""
     answer = statistics.fmean(row["tokens/completion_mean"] for row in rows)
     packed = statistics.fmean(row["tokens/packed"] for row in rows)
+    # Times add up, not rates: the harmonic mean of rates is the mean of the times.
     flops = statistics.harmonic_mean([before.device.flops, after.device.flops])
     bandwidth = statistics.harmonic_mean([before.device.bandwidth, after.device.bandwidth])
     machines = replace(before, device=replace(before.device, flops=flops, bandwidth=bandwidth, host_link=bandwidth))

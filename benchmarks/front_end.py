@@ -77,6 +77,7 @@ def measure(config: Config, report: Report) -> None:
     leave_tokens_undecoded()
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2-135m", default_cache()))
     gc.collect()
+    # Collections would otherwise walk all of vLLM in the middle of a measurement.
     gc.freeze()
     largest: list[float] = []
     for num_requests in config.requests:
@@ -118,6 +119,7 @@ def _step_through(tokenizer: Any, num_requests: int, steps: int, *, joins: bool)
     core_s = front_end_s = 0.0
     num_tokens = 0
     for step in range(steps):
+        # Made outside of the timed parts: in an engine, the model's runner makes them.
         outputs = [_output(name, int(ids[step, index])) for index, name in enumerate(names)]
         begin = time.process_time()
         message = encoder.encode(EngineCoreOutputs(outputs=pieces.join(outputs, running) if joins else outputs))

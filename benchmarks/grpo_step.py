@@ -323,10 +323,12 @@ def _process(
             late.set()
             child.terminate()
 
+        # A timer instead of a timeout on each read: a side that hangs in the middle of a step is ended as well.
         timer = threading.Timer(deadline_s, expire)
         timer.start()
         try:
             yield child
+            # Closes stdin, which ends a side that waits for its next turn, and reads the rest of its output.
             child.communicate()
         finally:
             timer.cancel()

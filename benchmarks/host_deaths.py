@@ -92,6 +92,7 @@ async def _noticed_s(repeats: int) -> dict[str, list[float]]:
 
 
 async def _seconds_until_lost(cluster: Cluster, host: str, pid: int, number: signal.Signals) -> float:
+    # Found before the first signal: children of a process that is gone belong to init.
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     began = time.perf_counter()
     try:

@@ -103,6 +103,7 @@ async def _measure_hosts(config: Config, report: Report) -> tuple[Link, int]:
                 await service.watch(writer, deadline_s=_DEADLINE_S)
                 for repeat in range(2 if config.smoke else 1 + config.repeats):
                     for number, count in enumerate(counts):
+                        # Versions are immutable, so each measurement publishes a new one.
                         version = 1 + repeat * len(counts) + number
                         took, left = await _fan_out(store, writer, shapes, version, readers[:count])
                         row: dict[str, object] = {
@@ -145,6 +146,7 @@ async def _fan_out(
     async with store.lease(version) as manifest:
         before = await _left(store)
         began = time.perf_counter()
+        # All hosts ask at once, as after a publish.
         await asyncio.gather(*(store.transport(host).prefetch(manifest) for host in readers))
         took = time.perf_counter() - began
         return took, (await _left(store) - before) / _sent(manifest)

@@ -62,6 +62,7 @@ class _Network:
                 if host.dead.is_set():
                     return
                 failed.add(parents[bucket.key])
+                # Only buckets that are missing get a new parent; what has arrived stays.
                 parents |= self._place(name, self.buckets[number:], failed)
             host.arrived[bucket.key].set()
 
@@ -79,6 +80,7 @@ class _Network:
             waiter.cancel()
         if source.dead.is_set() or host.dead.is_set():
             return False
+        # One bucket at a time: a host's link is shared by all that read from it.
         async with source.link:
             await asyncio.sleep(bucket.bytes / self._link.bytes_per_s)
             source.sent += bucket.bytes

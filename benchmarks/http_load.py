@@ -64,6 +64,7 @@ def post_watching_health(base_url: str, path: str, body: bytes, deadline_s: floa
         httpx.Client(timeout=deadline_s, trust_env=False) as watcher,
         ThreadPoolExecutor(1) as executor,
     ):
+        # Once before the clock starts, which opens the connection.
         watcher.get(f"{base_url.removesuffix('/v1')}/health")
         watching = executor.submit(watch, watcher)
         began = time.perf_counter()
@@ -104,6 +105,8 @@ async def _stream_all(url: str, bodies: Sequence[dict[str, object]], deadline_s:
                         begun = True
                         is_open += 1
                         most_open = max(most_open, is_open)
+                    # Only the end of a stream is kept, where the usage is: parsing a thousand streams would slow the
+                    # client.
                     before = (before + data)[-4096:]
             finally:
                 is_open -= begun

@@ -143,6 +143,7 @@ async def longest_pause() -> float:
             await asyncio.sleep(_BEAT_S)
         except asyncio.CancelledError:
             return longest
+        # A short sleep that takes longer than it should was held up by something on the event loop.
         longest = max(longest, loop.time() - began - _BEAT_S)
 
 

@@ -280,6 +280,8 @@ def make_models(folder: Path, families: Sequence[str]) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
+                # Norms near 1 and large weights: with the usual small ones all logits are alike, and mistakes would not
+                # show.
                 parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
         model.save_pretrained(folder / family)
 
@@ -313,6 +315,7 @@ def batches(count: int) -> list[Batch]:
                     routed=experts[: len(history) + len(answer) - 1],
                 )
             )
+            # Some tokens of the world between the turns, which are not trained.
             history += [*answer, *ids(1, 4)]
         return Episode(task=task, turns=tuple(turns), score=Score(total=reward))
 
@@ -370,6 +373,7 @@ def compare(actual: Trained, expected: Trained) -> Deviation:
     for mine, theirs in zip(actual.metrics, expected.metrics, strict=True):
         if _shared_names(mine) != _shared_names(theirs) or mine["tokens/trained"] != theirs["tokens/trained"]:
             raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
+    # Bit for bit, as nothing has been computed yet: a difference is a mistake in reading or in slicing.
     if any(not torch.equal(start, expected.start[name]) for name, start in actual.start.items()):
         raise BenchmarkError("a layout published other weights at its start than one process")
 
@@ -424,6 +428,7 @@ def update(
 ) -> dict[str, Value]:
     """Train on a batch as one rank of a layout; return the update's metrics."""
     settings = case.settings
+    # Rows are dealt out in turn, as the Trainer service sends them.
     share = slice(settings.share_of(rank, case.ranks), None, len(settings.heads(case.ranks)))
     (update_metrics,) = engine.train_batch(
         [replace(minibatch, rows=minibatch.rows[share]) for minibatch in packed(case, batch).minibatches],

@@ -149,6 +149,8 @@ def _longest(peak: Callable[[int], float], limit: int, *, first: int, max_tokens
         finite = sorted(size for size in peaks if peaks[size] < float("inf"))
         if len(finite) > 1:
             (a, b) = finite[-2:]
+            # Peaks are nearly linear in the tokens: the next try is where the line through the two longest meets the
+            # limit.
             guess = a + (0.98 * limit - peaks[a]) * (b - a) / (peaks[b] - peaks[a])
         else:
             guess = tokens * (2 if fits else 0.6)
@@ -166,6 +168,7 @@ def _try(model: Path, mode: str, tokens: int, limit: int) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.long_row", str(model), mode, str(tokens)],
         env=os.environ | train_environment(1),
+        # A try far beyond the limit fails early instead of filling the machine's memory.
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit * 3 // 2, limit * 3 // 2)),
         capture_output=True,
         text=True,

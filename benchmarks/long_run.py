@@ -185,6 +185,7 @@ async def _measure(config: Config, report: Report) -> None:
         memory = [0.0]
         turns = max(2, config.steps // _STEPS_IN_TURN)
         for turn in range(turns):
+            # The order alternates, so that a machine that slows down favours neither.
             for name, run in sorted(runs.items(), reverse=turn % 2 == 1):
                 cpu_s = await run.take_steps(min(_STEPS_IN_TURN, config.steps))
                 report.rows.append({"run": name, "warm_up": turn == 0, "step": run.step, "cpu_ms": 1000 * cpu_s})

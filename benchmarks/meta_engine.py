@@ -115,6 +115,7 @@ class _CountedAdamW(torch.optim.SGD):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Count an update of all weights."""
         elements = sum(weight.numel() for group in self.param_groups for weight in group["params"])
+        # 28 bytes an element: weight, gradient and two moments are read, and all but the gradient written, in float32.
         self._counter.cost.add("AdamW", launches=-(-elements // (320 << 16)), size=28 * elements)
 
 
@@ -151,6 +152,7 @@ class _Attention(torch.autograd.Function):
         tokens, out = q.shape[1], v.new_empty(*q.shape[:-1], v.shape[-1])
         keys = math.inf if window is None else window
         pairs = sum(min(keys, index + 1) for index in range(tokens)) if window else tokens * (tokens + 1) / 2
+        # Two products for each causal pair and head: queries with keys, of q's width, and weights with values, of v's.
         ctx.flops = 2.0 * pairs * q.shape[2] * (q.shape[-1] + v.shape[-1])
         ctx.save_for_backward(q, k, v, out)
         ctx.counter, ctx.kind = counter, kind
@@ -166,5 +168,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out = ctx.saved_tensors
         size = sum(x.nbytes for x in (q, k, v, out, grad, q, k, v))
+        # Backward takes five products, one of which computes the weights again, against two forward.
         ctx.counter.cost.add(ctx.kind, launches=3, size=size, flops=2.5 * ctx.flops)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None

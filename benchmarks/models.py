@@ -183,6 +183,7 @@ def compare_with_native(repeats: int, report: Report) -> None:
                 seconds: dict[str, list[float]] = {code: [] for code in codes}
                 cpu_seconds: dict[str, list[float]] = {code: [] for code in codes}
                 for repeat in range(repeats + 1):
+                    # The order alternates, so that a machine that slows down favours neither.
                     for code in codes if repeat % 2 else codes[::-1]:
                         start, cpu_start = time.perf_counter(), time.process_time()
                         train_batch(engines[code], batch)

@@ -113,6 +113,7 @@ def _quantized(model: Path, folder: Path, kind: Format) -> Path:
     for path in sorted(model.glob("*.safetensors")):
         for name, weight in load_file(path).items():
             if name.endswith("_proj.weight"):
+                # One scale for each output: its largest weight becomes the largest number of the format.
                 scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
                 scaled = (weight.float() / scale).clamp(-largest, largest)
                 weights[name] = (scaled.round() if kind == "int8" else scaled).to(dtype)
@@ -175,6 +176,7 @@ def _largest_difference(first_turns: Sequence[Turn], second_turns: Sequence[Turn
     largest = 0.0
     for first, second in zip(first_turns, second_turns, strict=True):
         length = min(len(first.token_ids), len(second.token_ids))
+        # Once tokens differ, their logprobs are of different contexts, and say nothing about rounding.
         differs = np.flatnonzero(first.token_ids[:length] != second.token_ids[:length])
         common_length = int(differs[0]) if len(differs) else length
         gaps = np.abs(first.logprobs[:common_length] - second.logprobs[:common_length])
@@ -209,6 +211,7 @@ def _summary(gaps: torch.Tensor) -> dict[str, float]:
         "mean_gap": float(gaps.abs().mean()),
         "max_gap": float(gaps.abs().max()),
         "equal": float((gaps == 0).double().mean()),
+        # ESS / n = (sum w)^2 / (n sum w^2).
         "ess": float(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())),
     }
 

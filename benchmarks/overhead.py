@@ -261,6 +261,7 @@ async def _turns(config: Config, services: Services, in_flight: int) -> tuple[fl
             metrics = rollouts.metrics()
             lowest = min(lowest, round(metrics["rollouts/in_flight"]))
             outcomes = {name for name, value in metrics.items() if value and name.startswith("outcomes/")}
+            # Failed episodes are cheaper, and would pass for speed.
             if outcomes - {"outcomes/completed"}:
                 raise BenchmarkError(f"not all episodes completed: {outcomes}")
         return lowest
@@ -317,6 +318,7 @@ async def _bare_calls(config: Config, services: Services) -> float:
     assert services.environment._service is not None
     actor = services.environment._service.replicas[0].actor
     calls = config.few if config.smoke else config.least_turns // 2
+    # One iterator for all callers: each takes the next call as soon as it is free.
     left = iter(range(calls))
 
     async def call() -> None:

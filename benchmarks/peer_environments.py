@@ -106,6 +106,7 @@ def set_up(peer: Peer) -> Path:
         _install(python, peer.packages)
         if peer.alone:
             _install(python, ("--no-deps", *peer.alone))
+        # Written last: an installation that breaks off is made again.
         record.write_text(packages)
     except subprocess.TimeoutExpired as error:
         raise BenchmarkError(f"{name} was not installed within {_SETUP_DEADLINE_S:.0f} s", hint=hint) from error

@@ -54,6 +54,7 @@ class Podman:
         assert self.shell.stdin is not None
         assert self.shell.stdout is not None
         start_time = time.perf_counter()
+        # The shell answers with one line, the status, which also says that the command has ended.
         self.shell.stdin.write(f"( {command} ) </dev/null >/dev/null; echo $?\n")
         self.shell.stdin.flush()
         status = self.shell.stdout.readline().strip()

@@ -98,6 +98,7 @@ def batch_of(config: Config, seed: int) -> Batch:
     answer = config.tokens - _PROMPT_TOKENS
 
     def zipf(count: int, upper: int) -> npt.NDArray[np.int32]:
+        # The exponential of a uniform number has a density proportional to 1 / rank: Zipf's law.
         return np.asarray(np.exp(drawn.random(count) * np.log(upper)) - 1, np.int32)
 
     groups = []
@@ -156,6 +157,7 @@ async def _measure(config: Config, report: Report, folder: Path) -> None:
             times: dict[bool, list[float]] = {False: [], True: []}
             blocked: dict[bool, list[float]] = {False: [], True: []}
             number = 0
+            # In turn, so that other load falls on both kinds.
             for keeps in (False, True, False, True):
                 for repeat in range(1 + -(-config.repeats // 2)):  # the first one of a kind has no files to write yet
                     number += 1

@@ -144,6 +144,7 @@ class _Bench:
         await watched.until(self._has_spares, "a spare engine that stands by", patience_s=_SPARE_PATIENCE_S)
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
         (pid,) = self._served.generator._service.replicas[victim].tree.roots
+        # Only requests and faults from here on belong to this signal.
         watched.asked, noted = [], len(faults.seen)
         signal_time = time.monotonic()
         os.kill(pid, number)

@@ -233,6 +233,7 @@ async def _cells(sessions: list[PoolSession], count: int, kind: _Kind) -> None:
         for index in left:
             await worker_sessions[index % len(worker_sessions)].run(kind.cell)
 
+    # Each worker has sessions of its own, as a session runs one cell at a time.
     workers = min(64, len(sessions))
     await asyncio.gather(*(work(sessions[index::workers]) for index in range(workers)))
 

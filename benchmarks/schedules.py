@@ -118,9 +118,11 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     rollout_s = groups * config.group_size * mean_s / (engines * config.budget)
     train_s = rollout_s * config.train_share / (1 - config.train_share)
     if split:
+        # The same work takes longer on the part of the cluster that trains.
         train_s *= engines / (engines - decoding)
     loop = asyncio.get_running_loop()
     generator = StagedGenerator(engines=decoding, budget=config.budget)
+    # A second mixture of the same shares gives the quotas that batches should have.
     mixture, twin = (
         Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED})
         for _ in range(2)

@@ -182,5 +182,6 @@ def kind_at(share: float) -> str:
 def draw_tokens(drawn: random.Random, source: str, config: Real) -> int:
     """Draw the length of an episode, in tokens."""
     kind, longest_s = _KINDS[source], max(kind.most_s for kind in HEAVY_TAILED)
+    # Log-uniform, as in the simulator, then scaled from seconds to tokens.
     seconds = math.exp(drawn.uniform(math.log(kind.least_s), math.log(kind.most_s)))
     return max(1, round(seconds / longest_s * config.most_tokens))

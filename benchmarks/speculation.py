@@ -232,6 +232,7 @@ class _Rollouts:
         began = time.monotonic()
         batch = await self.executor.next_batch()
         seconds = time.monotonic() - began
+        # The tail begins when all but _TAIL episodes have ended.
         tail_began = self._ended[-_TAIL - 1] if len(self._ended) > _TAIL else began
         return list(batch.episodes), seconds, self._ended[-1] - tail_began
 
@@ -251,6 +252,7 @@ async def _measure(config: Config, report: Report) -> None:
             closing.push_async_callback(rollout.executor.close)
         for epoch in range(1 + epochs):
             answers: dict[str, list[list[int]]] = {}
+            # The order alternates, so that a machine that slows down favours neither.
             for name in sorted(rollouts, reverse=epoch % 2 == 1):
                 batch, step_s, tail_s = await rollouts[name].batch()
                 turns = [turn for episode in batch for turn in episode.turns]

@@ -32,6 +32,7 @@ class Kind:
     @property
     def mean_s(self) -> float:
         """Mean decoding time in seconds."""
+        # Mean of a log-uniform distribution: (b - a) / ln(b / a).
         return (self.most_s - self.least_s) / math.log(self.most_s / self.least_s)
 
 
@@ -140,6 +141,7 @@ class StagedGenerator:
         tokens = max(1, math.ceil(seconds / STEP_S))
         versions, index = [], 0
         for token in range(tokens):
+            # Each token has the version that was served when its decoding began.
             while index + 1 < len(request.versions) and request.versions[index + 1][0] <= token * STEP_S:
                 index += 1
             versions.append(request.versions[index][1])

@@ -215,6 +215,7 @@ def _time(_: int, folder: Path, shape: _Shape, config: Config) -> dict[str, Any]
     """Time updates of both ways, in turns."""
     from forge_rl.engines.titan.train import TitanEngine
 
+    # `run_ranks` gives each rank one thread; this one has the machine to itself.
     torch.set_num_threads(os.cpu_count() or 1)
     assert dist.get_world_size() == 1
     settings = TrainSettings(dtype="float32", seq_len=config.seq_len, optimizer=OptimizerConfig(lr=1e-6))

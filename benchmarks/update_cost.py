@@ -183,6 +183,7 @@ def count(shape: dict[str, Any], *, tokens: int, rows: int, fused: bool = True) 
         head=counter.cost,
         step=step,
         floor=floor + attended,
+        # Both passes of attention count 3.5 times the forward pass, of which 0.5 is computed again.
         useful=products + attention * 3 / 3.5,
         rows=rows,
     )

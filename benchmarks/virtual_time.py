@@ -29,6 +29,7 @@ class _Selector(selectors.SelectSelector):
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise RuntimeError("deadlock: all tasks are waiting and no timer is set")
+        # The loop asks to sleep until its next timer; instead, the clock moves there.
         self._loop.now += max(0.0, timeout)
         return super().select(0)
 

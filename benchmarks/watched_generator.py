@@ -97,6 +97,7 @@ class Watched:
             self.tell()
             return add(chunk)
 
+        # Every token of a request passes through `add`, from whichever engine it comes.
         completion.add = watch  # type: ignore[method-assign]
         self.running.append(request)
         self.asked.append(request)

@@ -105,6 +105,7 @@ class WriterActor(ServiceActor):
         size = sum(weight.nbytes for weight in self._weights.values())
         if self._scratch is None:
             self._scratch, _ = create_anonymous(size)
+            # Touched first, as the first write to fresh shared memory is slow.
             writable(self._scratch).zero_()
             self._flat = torch.cat([weight.view(-1).view(torch.uint8) for weight in self._weights.values()])
         target, source, part = writable(self._scratch).data_ptr(), self._flat.data_ptr(), -(-size // threads)
@@ -133,6 +134,7 @@ def _plain_copy_rows() -> Callable[..., Any]:
         "_copy_words": numba.njit(nogil=True)(_copy_words),
     }
     copy_rows: Callable[..., Any] = numba.njit(nogil=True)(
+        # The very code of `copy_rows`, with names that resolve to loops which only copy.
         types.FunctionType(kernels.copy_rows.py_func.__code__, scope)
     )
     return copy_rows

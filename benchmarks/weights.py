@@ -82,6 +82,7 @@ def qwen3_shapes(gib: float) -> Shapes:
     if room > 2 * 151936 * 1024:
         add("model.embed_tokens.weight", 151936, 1024)
     layer = 0
+    # About the elements of one layer.
     while not layer or room > 15_700_000:
         prefix = f"model.layers.{layer}."
         for name, shape in (
@@ -156,6 +157,7 @@ class _Bench:
             loads = [reader.call("load", manifest, host, deadline_s=_DEADLINE_S) for reader in readers]
             results = await asyncio.gather(*loads)
             for index, (fingerprints, _) in enumerate(results):
+                # Part of the measured time, as a run attests every load.
                 manifest.attest(fingerprints, f"reader {index}")
         ended = time.perf_counter()
         held_bytes = sum(path.stat().st_size for folder in store.folders for path in folder.iterdir())

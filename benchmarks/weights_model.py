@@ -177,7 +177,9 @@ def fit_cost(tensors: Sequence[float], size: Sequence[float], seconds: Sequence[
     """
     measured = np.asarray(seconds, np.float64)
     columns = np.stack([np.ones_like(measured), np.asarray(tensors, np.float64), np.asarray(size, np.float64)], axis=1)
+    # Divided by the measured seconds, so that errors are relative and small versions count as much as large ones.
     relative: npt.NDArray[np.float64] = columns / measured[:, None]
+    # Bytes and tensors differ by many orders of magnitude; scaled columns keep least squares well conditioned.
     scale = np.abs(relative).max(axis=0)
     best, smallest_error = np.zeros(3), np.inf
     for count in range(1, 4):

@@ -45,6 +45,7 @@ async def step(run: rl.Run[Config]) -> None:
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
+        # One packed batch for each adapter, of the groups of its own source.
         packed = {
             name: await asyncio.to_thread(rl.pack, part, rl.batch_advantages(part), run.trainer.layout)
             for name, part in batch.by_source.items()

@@ -45,6 +45,7 @@ async def step(run: rl.Run[Config]) -> None:
 async def main(config: Config) -> None:
     """Run all remaining steps."""
     environment = rl.build_environment(config.env)
+    # With --env harbor:..., each task brings a container to work in, and its tests are the reward.
     containers = rl.ContainerAgents(environment) if config.env else None
     async with rl.start(
         config,

@@ -65,6 +65,8 @@ async def main(config: Config) -> None:
     async with AsyncOpenAI(api_key="each episode has its own", timeout=config.phase_deadline_s) as client:
 
         async def agent(task: rl.Task, session: rl.Session) -> str:
+            # All clients share one pool of connections; base URL and key tell the gateway whose episode a request is
+            # of.
             episode_client = client.with_options(base_url=session.base_url, api_key=session.key)
             return await solve(episode_client, task.prompt)
 

@@ -14,6 +14,7 @@ SUMS = "chain_sum:min_terms=3,max_terms=5,min_digits=3,max_digits=4"
 BITS = "count_bits:max_n=1000000"
 """How many bits of a number are 1: the model has to know how Python counts them."""
 
+# The example shows the form of an episode: code in a fenced block, its output, and the bare answer.
 WORLD = rl.PythonEnv(
     max_turns=3,
     timeout_s=5,

@@ -47,12 +47,16 @@ def start(config: Config) -> rl.Starting[Config]:
 
 async def step(run: rl.Run[Config]) -> None:
     """Run one step: roll out, have the teacher score, train, publish."""
+    # Teacher and policy are compared at the temperature of the samples; k is 0 unless the loss reads top tokens.
     temperature, k = run.generator.sampling.temperature, run.loss.columns.get("top_ids", 0)
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
+    # The teacher reads what the policy has written; it generates nothing.
     with run.phase("teach"):
         scores = await run.teachers.score(batch, temperature=temperature, top_k=k, hint=run.config.hint)
     with run.phase("train"):
+        # For each token, the teacher's logprob minus the policy's, whose policy gradient is that of the reverse
+        # KL, plus the rewards' advantages times reward_coef.
         advantages = rl.teacher_advantages(batch, scores.logprobs, reward_coef=run.config.reward_coef)
         columns = scores.columns(run.loss)
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, columns=columns)

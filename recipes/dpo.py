@@ -20,6 +20,7 @@ class Config(rl.ExampleConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
+    # `preference_episodes` makes two episodes of each pair, the preferred one first, as the loss expects.
     return rl.start_examples(
         config, rl.preference_episodes, loss=config.loss, sources=config.sources("pair"), recipe="dpo"
     )

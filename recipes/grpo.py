@@ -27,6 +27,7 @@ class Config(rl.TaskConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
+    # Any of these may be your own object: a loss class, a function (task, text) as reward, an environment class.
     environment = rl.build_environment(config.env)
     return rl.start(
         config,

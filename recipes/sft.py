@@ -22,6 +22,7 @@ class Config(rl.ExampleConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
+    # To train on rows of another form, replace `conversation_episodes` by a function from a task to episodes.
     return rl.start_examples(
         config, rl.conversation_episodes, loss=config.loss, sources=config.sources("conversation"), recipe="sft"
     )

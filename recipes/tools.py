@@ -27,6 +27,7 @@ def example(question: str, expression: str, result: str) -> tuple[rl.Message, ..
     )
 
 
+# Any functions can be tools: their signatures and docstrings become the schemas that the model is shown.
 WORLD = rl.ToolEnv(
     [rl.calculator],
     max_turns=3,

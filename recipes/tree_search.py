@@ -25,6 +25,7 @@ class Forking:
 
     async def step(self, completion: str, *, truncated: bool) -> rl.Step:
         self.written.append(completion)
+        # A part that ends by itself is the end of the answer; a truncated one goes on, in two branches at first.
         if truncated and len(self.written) < self.parts:
             return rl.Step(done=False, continues=True, branches=2 if len(self.written) <= 2 else 1)
         return rl.Step(done=True, output="".join(self.written))
@@ -64,6 +65,7 @@ class Config(rl.TaskConfig):
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     default_environment = Regrowing if config.fork_at == "entropy" else Forking
+    # An environment of your own forks by returning `branches` or `forks` in a Step, as those above do.
     environment = rl.build_environment(config.env) if config.env else default_environment
     return rl.start(
         config,

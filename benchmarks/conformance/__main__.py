@@ -70,6 +70,7 @@ def deviation(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
     sizes = np.maximum(abs(ours), abs(theirs))
     if not sizes.any():
         return 0.0
+    # The median of sizes as a floor: elements that nearly cancel would otherwise show rounding as a large deviation.
     return float((abs(ours - theirs) / np.maximum(sizes, np.median(sizes[sizes > 0]))).max())
 
 
@@ -110,6 +111,7 @@ def run_peer(
         folder = Path(scratch)
         write_jobs(folder, jobs, {f"{kind}-{seed}": draw(kind, seed) for kind in kinds for seed in seeds})
         command = [str(python), "-m", *module, str(folder)]
+        # The peer runs its own packages on the CPU, with one thread, for results that do not depend on the machine.
         hidden = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
         try:
             subprocess.run(
@@ -180,6 +182,7 @@ def check(all_deviations: Sequence[tuple[Comparison, Mapping[str, float]]]) -> N
     """
     for comparison, deviations in all_deviations:
         worst = max(deviations.values())
+        # A difference that has gone away must go from the table too, or its reason would stay as a false claim.
         if comparison.differs and worst <= BOUND:
             raise BenchmarkError(
                 f"{comparison.method} is said to differ from {comparison.peer}'s, and does not ({worst:.1e})",

@@ -49,17 +49,20 @@ def draw(kind: str, seed: int) -> Batch:
     random = np.random.default_rng([KINDS.index(kind), seed])
     shape = (count, _) = GROUPS * GROUP_SIZE, TOKENS
     lengths = random.integers(1, TOKENS + 1, count)
+    # The longest and the shortest length are in every batch.
     lengths[:2] = TOKENS, 1
     mask = np.arange(TOKENS) < lengths[:, None]
     if kind not in ("plain", "missing_parts"):
         observed = (np.arange(TOKENS) >= TOKENS // 3) & (np.arange(TOKENS) < TOKENS // 2)
         mask &= ~(observed & (random.random((count, 1)) < 0.5))
+        # Two episodes without a trained token, one of them the first of its group.
         mask[[GROUP_SIZE, 3 * GROUP_SIZE + 1]] = False
     logprobs = -random.gamma(2.0, 0.5, shape)
     proximal = logprobs + random.normal(0.0, 0.3, shape)
     behaviour = proximal + random.normal(0.0, 0.3, shape)
     if kind in ("extreme", "far"):
         size = 18.0 if kind == "extreme" else 40.0
+        # At most two extreme tokens, and only in long episodes: products over a sequence would overflow in float32.
         rare = mask & (random.random(shape) < 0.2) & (mask.sum(axis=1, keepdims=True) >= TOKENS // 2)
         rare &= np.cumsum(rare, axis=1) <= 2
         behaviour = behaviour + np.where(rare, random.choice([-size, size], shape) * random.uniform(0.5, 1, shape), 0.0)
@@ -69,6 +72,7 @@ def draw(kind: str, seed: int) -> Batch:
     advantages = np.repeat(random.normal(0.0, 1.0, (count, 1)), TOKENS, axis=1)
     if kind == "token_advantages":
         advantages = advantages + random.normal(0.0, 1.0, shape)
+    # A group without a signal, which losses may leave out.
     advantages[2 * GROUP_SIZE : 3 * GROUP_SIZE] = 0.0
     return {
         "mask": mask,
@@ -106,4 +110,5 @@ def _rewards(random: np.random.Generator, kind: str) -> tuple[npt.NDArray[Any], 
         lacking = random.random(count) < 0.2
         lacking[-GROUP_SIZE:] = np.arange(GROUP_SIZE) != 2
         values[lacking] = parts[lacking] = np.nan
+    # Rounded to float32 first, as rewards are stored: both sides then start from the same numbers.
     return values.astype(np.float32).astype(float), parts.astype(np.float32).astype(float)

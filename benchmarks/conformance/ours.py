@@ -56,6 +56,7 @@ class LossOf:
         columns = {name: tops[name].detach().numpy() if name in tops else batch[name] for name in loss.columns}
         inputs = leaves | compared | {name: tops[name] for name in ("top_logprobs",) if name in tops}
         packed = packed_batch(batch, loss, columns, group_size=self.group_size, minibatches=count)
+        # The gradient is taken by what the loss depends on: a critic's values, distributions, or logprobs.
         leaf = "values" if "values" in loss.needs else "student" if tops else "logprobs"
         results = []
         for minibatch in packed.minibatches:

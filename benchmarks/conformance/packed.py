@@ -62,6 +62,7 @@ def _episode(batch: Batch, number: int, length: int) -> Episode:
     mask, size = batch["mask"][number, :length], batch["mask"].shape[1]
     ids = number * size + np.arange(length) + 1
     logprobs = np.where(mask, batch["behaviour"][number, :length], np.nan)
+    # Runs of trained and of other tokens alternate; each trained run becomes a turn.
     runs = np.split(np.arange(length), np.diff(mask).nonzero()[0] + 1)
     if number % 2 or not mask.any():
         runs = [np.arange(length)]
@@ -118,6 +119,7 @@ def _inputs(
 
 
 def _lookup(row: Row, leaves: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    # A row's targets are token numbers, which lead back to their place in the batch.
     tokens = torch.where(row.mask, row.targets - 1, 0)
     values = leaves[name].flatten(0, 1)[tokens]
     return values.where(row.mask if values.ndim == 1 else row.mask[:, None], torch.nan)

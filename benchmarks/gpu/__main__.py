@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         old_file.unlink()
     print(json.dumps(about, indent=1), f"logs are in {folder}", sep="\n", flush=True)
 
+    # Written after each part: a machine that is lent may be taken back at any time.
     def tell(outcome: Outcome) -> None:
         outcomes.append(outcome)
         write(flags.json, {**about, "parts": [dataclasses.asdict(outcome) for outcome in outcomes]})

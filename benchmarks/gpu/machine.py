@@ -61,6 +61,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def has() -> frozenset[str]:
     """Return the available needs of parts: names of modules, "gpu", and "gpus" if there are several."""
     needs = {name for name in _MODULES if importlib.util.find_spec(name) is not None}
+    # nvidia-smi lists all GPUs, whatever this process may use.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(gpus()) if visible is None else min(len(gpus()), len([name for name in visible.split(",") if name]))
     return frozenset(needs | ({"gpu"} if count else set()) | ({"gpus"} if count > 1 else set()))

@@ -129,6 +129,7 @@ def _figures(path: Path, lines: Sequence[str]) -> dict[str, object]:
     """Read a part's figures; for pytest, which writes none, take the counts from its last line."""
     with contextlib.suppress(OSError, ValueError):
         read = json.loads(path.read_text())
+        # A benchmark's report has its figures under "results"; a function part writes them alone.
         figures = read.get("results", read) if isinstance(read, dict) else {}
         return dict(figures)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else "")
@@ -142,6 +143,7 @@ def _short(value: object) -> str:
 def _kill_marked(mark: str) -> None:
     """Kill all processes of this user with the mark in their environment, until there are none."""
     variable = f"{_MARK}={mark}".encode()
+    # Again and again, as a dying process may still start another; the mark is inherited by all of them.
     for _ in range(50):
         pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):

@@ -129,6 +129,7 @@ def _run(*arguments: str, out: Path | None = None) -> dict[str, float]:
         with _running(folder, *arguments) as process:
             if process.wait():
                 raise RuntimeError(f"the run ended with {process.returncode}")
+        # The first steps include compilation and warm-up.
         rows = [row for row in _rows(folder) if "updates" in row][2:]
         names = sorted({name for row in rows for name in row if name.startswith(_KEPT)})
         medians = {
@@ -182,6 +183,7 @@ def _actor(process: subprocess.Popen[bytes], service: str) -> psutil.Process:
     processes = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
+            # Each replica's output goes to a log of its own, whose name tells the service.
             if Path(f"/proc/{child.pid}/fd/1").resolve().name.startswith(f"{service}-0."):
                 processes.append((child.create_time(), child.pid))
     return psutil.Process(min(processes)[1])

@@ -182,6 +182,7 @@ class Finished:
         try:
             row = json.loads(line)
             settings, seconds = row.pop("settings"), row.pop("start_s", 0.0)
+            # Runs with other settings would be averaged as if they were comparable.
             if settings != self._settings:
                 raise BenchmarkError(
                     f"{self._path} has runs with {settings}, not {self._settings}", hint="pass another --runs"

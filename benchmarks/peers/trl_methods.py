@@ -127,6 +127,7 @@ def trainer(name: str, settings: str) -> Any:
     fields = json.loads(settings)
     functions = [part] * len(fields["config"].get("reward_weights", [1.0]))
     with tempfile.TemporaryDirectory() as output:
+        # A subclass of the real trainer, in which only FromBatch's methods are replaced.
         peer_trainer = type(name, (FromBatch, base), {})(
             model=model_folder().name,
             reward_funcs=functions,

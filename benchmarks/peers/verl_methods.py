@@ -91,6 +91,7 @@ def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, An
 def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
     """Return the advantages of a batch, [rows, tokens], 0 where masked, and with a critic its returns."""
     mask = torch.from_numpy(arrays["mask"]).double()
+    # Index of each row's last trained token, on which the reward is placed.
     last = arrays["mask"].shape[1] - 1 - arrays["mask"][:, ::-1].argmax(axis=1)
     rewards = torch.zeros_like(mask)
     rewards[torch.arange(len(mask)), torch.from_numpy(last)] = torch.from_numpy(arrays["rewards"])
@@ -107,6 +108,7 @@ def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[s
         "batch": {"prompts": mask[:, :1], "attention_mask": torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)},
         **{name: value for name, value in settings.items() if name not in ("config", "penalties")},
     }
+    # Each estimator gets only the arguments that it takes.
     parameter_names = function.__code__.co_varnames[: function.__code__.co_argcount]
     token_advantages, returns = function(
         **{name: value for name, value in available.items() if name in parameter_names}

@@ -84,6 +84,7 @@ class AdaptiveShares:
 
     def __post_init__(self) -> None:
         self.base = dict(self.base)
+        # At its target a source has the highest signal, so new ones are tried instead of starved.
         self.rates = dict.fromkeys(self.base, self.config.target) | self.rates
         self.signals = dict.fromkeys(self.base, 1.0) | self.signals
         zero_shares = {name: 0.0 for name, weight in self.base.items() if not weight}
@@ -110,6 +111,7 @@ class AdaptiveShares:
         for group in groups:
             name, rewards = group.task.source, group.rewards
             mean = min(max(math.fsum(rewards) / len(rewards), 0.0), 1.0)
+            # Equal rewards give every episode the advantage 0: such a group teaches nothing, whatever its mean.
             signal = float(max(rewards) > min(rewards))
             self.rates[name] = keep * self.rates[name] + (1 - keep) * mean
             self.signals[name] = keep * self.signals[name] + (1 - keep) * signal
@@ -121,6 +123,7 @@ class AdaptiveShares:
             TaskError: the share is not in [0, 1], or exceeds what the other fixed shares leave.
         """
         other_shares = math.fsum(pinned_share for other, pinned_share in self.pinned.items() if other != name)
+        # Float error of shares that are meant to sum to 1 must not refuse them.
         if not 0 <= share <= 1 or other_shares + share > 1 + 1e-9:
             rest_text = f", and other sources have {other_shares:g} of it set by hand" if other_shares else ""
             raise TaskError(
@@ -141,6 +144,7 @@ class AdaptiveShares:
             rest_share = max(0.0, 1 - math.fsum(self.pinned.values()))
             equal_share = rest_share / len(free)
             scores = {name: self._score(name) for name in free}
+            # Shares set by hand may leave too little for the bounds; equal shares are then the only ones within reach.
             min_share, max_share = min(self.config.least, equal_share), max(self.config.most, equal_share)
             shares |= bounded_shares(scores, min_share=min_share, max_share=max_share, total=rest_share)
         return {name: shares[name] for name in self.base}
@@ -149,6 +153,7 @@ class AdaptiveShares:
         """Return the share of a batch, from 0 to 1, that success moves from some sources to others."""
         total = math.fsum(self.base.values())
         shares = self.shares()
+        # Half of the absolute differences: what some sources gain, others lose.
         shift = math.fsum(abs(shares[name] - weight / total) for name, weight in self.base.items()) / 2
         return shift if shift > _ROUNDING else 0.0
 
@@ -203,12 +208,14 @@ def bounded_shares(
         max_share: at least total / len(scores).
     """
     highest = max(scores.values())
+    # A floor above 0 keeps every corner bound / score finite, and lets a source that is never solved meet min_share.
     floored_scores = {name: max(score / highest, _FLOOR) if highest > 0 else 1.0 for name, score in scores.items()}
 
     def shares_at(factor: float) -> dict[str, float]:
         return {name: min(max(factor * score, min_share), max_share) for name, score in floored_scores.items()}
 
     corners = sorted({0.0, *(bound / score for score in floored_scores.values() for bound in (min_share, max_share))})
+    # The sum of shares grows with the factor, so the corners around `total` can be told from their sums alone.
     low = max((corner for corner in corners if math.fsum(shares_at(corner).values()) <= total), default=0.0)
     high = next((corner for corner in corners if corner > low), None)
     if high is None:
@@ -218,4 +225,5 @@ def bounded_shares(
     bound_total = math.fsum(share for name, share in middle.items() if name not in free)
     if not free:
         return shares_at(low)
+    # Between two corners only free shares grow: total = bound_total + c * (sum of their scores), solved for c.
     return shares_at((total - bound_total) / math.fsum(floored_scores[name] for name in free))

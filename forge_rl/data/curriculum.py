@@ -104,6 +104,7 @@ class DifficultyPools:
             ConfigError: no reward of a group has the configured part.
         """
         for group in groups:
+            # A task's first rate is taken whole, as there is no mean yet to average it with.
             rate, key = self._rate_of(group), _key(group.task)
             old_rate = self._rates.get(key)
             self._rates[key] = rate if old_rate is None else _MOMENTUM * old_rate + (1 - _MOMENTUM) * rate
@@ -128,12 +129,15 @@ class DifficultyPools:
         for num_passed in range(_MOST_PASSED):
             task = draw()
             pool = self.pool_of(task)
+            # New tasks have no rate yet and are always taken: only then can they get one.
             if pool in (preferred_pool, None) or preferred_pool is None or chosen_before(task):
                 return self._count(pool, task, num_passed)
+            # The first task of another pool is the fallback, but one of a pool with a share above 0 is preferred.
             if alternative is None or (self.config.shares[alternative[0]] == 0 < self.config.shares[pool]):
                 alternative = pool, task
         assert preferred_pool is not None
         assert alternative is not None
+        # Without a rest, each draw from a source without such tasks would pass over as many as allowed, in vain.
         self._resting.setdefault(source, {})[preferred_pool] = _REST
         return self._count(*alternative, _MOST_PASSED - 1)
 
@@ -192,9 +196,11 @@ class DifficultyPools:
         active = {pool: share for pool, share in self.config.shares.items() if share > 0 and pool not in resting}
         if not active:
             return None
+        # Pools that rest leave their shares to the others.
         owed, total = self._owed.setdefault(source, {}), math.fsum(active.values())
         for pool, share in active.items():
             owed[pool] = owed.get(pool, 0.0) + share / total
+        # Rounded, so that float error does not decide between pools that are owed the same.
         next_pool = max(active, key=lambda pool: round(owed[pool], 9))
         owed[next_pool] -= 1
         return next_pool

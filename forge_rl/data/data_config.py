@@ -104,6 +104,7 @@ class DataConfig:
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = _parsed(tasks, "--tasks")
+        # A flag without effect is refused: a user who sets it expects something that would not happen.
         self._check_effects([*specs, *_parsed(eval_tasks, "--eval-tasks")], has_eval_tasks=bool(eval_tasks))
         sources = self._sources(specs, seed, kind, is_trained=True, is_evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
@@ -144,6 +145,7 @@ class DataConfig:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
         for spec, short in zip(specs, names, strict=True):
+            # Sources of the same short name are told apart by their parameters.
             name = short if names.count(short) == 1 else _label(spec)
             if name in sources:
                 raise TaskError(
@@ -163,6 +165,7 @@ class DataConfig:
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
             return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
+        # With evaluation files of their own, training files need not give up rows.
         share = (0.0 if is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, "--tasks")
@@ -177,6 +180,7 @@ class DataConfig:
         )
 
     def _columns(self, spec: FlagText, kind: Kind) -> Columns:
+        # Keys other than columns depend on the kind of source: folders have splits, data sets of the hub also configs.
         extra_keys = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
         columns = (*_COLUMNS, *(_PAIR if kind == "pair" else ()))
         known_keys = (*columns, *extra_keys)
@@ -186,6 +190,7 @@ class DataConfig:
             raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")
         template = "" if _names_prompt(spec) else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
+        # Keys of a source override --data for it: files of different forms may need different templates.
         return Columns(**{**common, **named_columns}, kind=kind)
 
 
@@ -230,5 +235,6 @@ def _short_name(spec: FlagText) -> str:
     if not is_path(spec.name):
         return spec.name
     path = Path(spec.name).expanduser()
+    # A pattern such as data/*.jsonl is named by its folder, since the file's name says nothing.
     plain = path.name.partition(".")[0]
     return path.parent.name if any(letter in plain for letter in "*?[") and path.parent.name else plain or path.name

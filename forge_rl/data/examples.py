@@ -21,13 +21,13 @@ _PAIR = ("chosen", "rejected")
 
 
 def conversation_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode]:
-    """Return the one episode of a conversation, for supervised fine-tuning: trained are the assistant's messages.
+    """Return the one episode of a conversation, for supervised fine-tuning, which trains the assistant's messages.
 
-    They are the truth's "completion", text or messages, or else its "answer". Each of the assistant's messages there
-    whose "weight" is not 0 is a turn: its prompt is what the chat template shows before it, and its tokens are what
-    the template writes for it, up to and including the token that ends a turn. So thinking is trained as the template
-    writes it in the last message, and later turns do not see it if the template then leaves it out; they are a segment
-    of their own.
+    They are in the truth's "completion", text or messages, or else in its "answer". Each of the assistant's messages
+    there whose "weight" is not 0 is a turn: its prompt is the text that the chat template shows before it, and its
+    tokens are those that the template writes for it, up to and including the token that ends a turn. So thinking is
+    trained as the template writes it in the last message. If the template then leaves it out of the history, later
+    turns do not see it and form a segment of their own.
 
     The tokens have no behaviour policy: their logprobs are 0, and their versions -1.
 
@@ -112,6 +112,8 @@ def _episode(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Epi
     turns: list[Turn] = []
     first = 0  # of the messages that no earlier turn has checked
     for place in places:
+        # Each answer is rendered as the last message, as it was when the model wrote it; templates may shorten earlier
+        # ones.
         turn = _turn(task, messages[: place + 1], tokenizer)
         check_context(messages[first:place], turn.prompt_ids, tokenizer, first=first + 1)
         check_answer(messages[place], place + 1, turn.token_ids, tokenizer)
@@ -122,6 +124,7 @@ def _episode(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Epi
 
 def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn:
     """Return the turn of the last of these messages."""
+    # The answer's tokens are those that it adds: what the conversation has after what it shares with the prompt.
     conversation_ids = _rendered(task, messages, tokenizer)
     prompt_ids = _rendered(task, messages[:-1], tokenizer, add_generation_prompt=True)
     begin = _shared(prompt_ids, conversation_ids)
@@ -132,6 +135,7 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
         if answer_ids is None:
             raise _refused("changes the messages before an answer when it is added")
         conversation_ids, begin = (*prompt_ids, *answer_ids), len(prompt_ids)
+    # What follows the last stop, such as a line break, is the template's; the model never writes it.
     stops = [place for place in range(begin, len(conversation_ids)) if conversation_ids[place] in tokenizer.stop_ids]
     end = stops[-1] + 1 if stops else len(conversation_ids)
     if begin == end:
@@ -165,6 +169,7 @@ def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Ep
     ids = _rendered(task, messages, tokenizer)
     check_context(messages[:-1], ids, tokenizer, first=1)
     check_answer(messages[-1], len(messages), ids, tokenizer)
+    # The score is read at the last token that is not padding, so trailing padding tokens must go.
     while ids and ids[-1] == tokenizer.pad_id:
         ids = ids[:-1]
     return Episode(task=task, turns=(Turn.given(ids, tokenizer.stop_ids[:1] or (0,), ""),))

@@ -1,4 +1,4 @@
-"""Checks that the text of given messages is in the tokens that a chat template makes of them."""
+"""Checks that a chat template keeps the text of given messages in the tokens that it makes of them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class GivenText:
 
 
 def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: Tokenizer) -> None:
-    """Refuse an answer of which the chat template leaves text out.
+    """Refuse an answer if the chat template leaves out some of its text.
 
     Args:
         number: the message's number in its conversation, from 1.
-        token_ids: what the template makes of the answer.
+        token_ids: the tokens that the template makes of the answer.
 
     Raises:
         TaskError: names the message, the part and the text.
@@ -56,7 +56,7 @@ def check_context(
     """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
 
     Args:
-        token_ids: what the template makes of the conversation.
+        token_ids: the tokens that the template makes of the conversation.
         first: number of the first message in its conversation, from 1.
 
     Raises:
@@ -66,6 +66,7 @@ def check_context(
         (number, passage)
         for number, message in enumerate(messages, first)
         for passage in _of_content(message, tokenizer)
+        # Templates leave out the thoughts of earlier answers on purpose.
         if passage.part != "thoughts"
     ]
     _check_shown(passages, token_ids, tokenizer, use)
@@ -85,13 +86,14 @@ def _check_shown(
 
 
 def unread_names(task: Task, token_ids: Iterable[TokenIds], tokenizer: Tokenizer) -> set[str]:
-    """Return the names of a task's columns, and of fields of its messages, that are in no tokens of its examples.
+    """Return the names of columns of a task, and of fields of its messages, whose text is not in any of its examples.
 
         unread_names(task, [episode.segments[0].token_ids], tokenizer)  # {"label", "messages' name"}
 
     Args:
-        token_ids: all sequences that are made of the task.
+        token_ids: all token sequences that are made of the task.
     """
+    # Joined by NUL, so that no passage of ordinary text is found across two sequences.
     rendered = "\0".join(_joined(tokenizer.decode(ids, skip_special=False)) for ids in token_ids)
 
     def is_read(value: object) -> bool:
@@ -154,6 +156,7 @@ def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
     default_part = "text beside its tool call" if message.get("tool_calls") else "text"
     if message.get("role") == "assistant":
         tags = {*_TAGS, *tokenizer.thoughts.tags}
+        # With a capturing group, split keeps the tags: texts at even places, tags at odd ones.
         pieces = re.split("(" + "|".join(map(re.escape, sorted(tags))) + ")", content)
         closing = {_TAGS[1], tokenizer.thoughts.tags[1]}
         for place in range(0, len(pieces), 2):
@@ -181,9 +184,11 @@ def _values(arguments: object) -> Iterator[str]:
 
 def _form_in(rendered: str, text: str, tokenizer: Tokenizer) -> str | None:
     """Return the form in which a rendered text has a text: unchanged, as JSON, or as the vocabulary can write it."""
+    # Templates write arguments of calls as JSON, with or without escapes for letters beyond ASCII.
     for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
         if (joined := _joined(form)) in rendered:
             return joined
+    # A vocabulary may be unable to write a text exactly, for example where its normalizer changes letters.
     joined = _joined(tokenizer.decode(tokenizer.encode(text), skip_special=False))
     return joined if joined in rendered else None
 

@@ -124,6 +124,7 @@ class Mixture:
         """
         old_weights = {name: self[name] for name in weights}
         if self._adaptive is not None:
+            # All weights are set or none: several are pinned one by one, and a later one may be refused.
             old_pinned = dict(self._adaptive.pinned)
             try:
                 for name, weight in weights.items():
@@ -151,6 +152,7 @@ class Mixture:
             return
         try:
             self._left_out = left_out
+            # `_checked` reads the sources that are left out, so they are set first and taken back on an error.
             self._checked(self._weights)
         except TaskError:
             self._left_out = old
@@ -171,6 +173,7 @@ class Mixture:
                 self.changed.tell("mixture keeps its current weights")
             return
         if self._adaptive is None:
+            # The weights of this moment become the base by which success is multiplied.
             self._adaptive = AdaptiveShares(config, self._weights)
         else:
             self._adaptive = self._adaptive.released(config)
@@ -207,6 +210,7 @@ class Mixture:
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Return held-out tasks by the current shares, the same for every seed; fewer if a source has too few."""
+        # Remainders of its own: an evaluation must not shift the shares of training batches.
         counts = Counter(_largest_remainder(dict.fromkeys(self._sources, 0.0), self.shares, tasks))
         return tuple(task for name, source in self._sources.items() for task in source.held_out(counts[name]))
 
@@ -247,6 +251,7 @@ class Mixture:
                 and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
                 and all(isinstance(source, Mapping) for source in sources.values())
             ):
+                # Read before anything changes: a malformed state must leave the mixture whole.
                 adaptive_shares = (
                     AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
                 )

@@ -27,7 +27,7 @@ _BINS = 10
 
 @dataclass(frozen=True)
 class MeasuredTasks:
-    """Tasks that were looked at, and what of them is trained."""
+    """Tasks that were measured, and those that were refused."""
 
     tasks: list[Task] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
@@ -49,6 +49,7 @@ def guess_kind(data: DataConfig, tasks: Sequence[str], *, seed: int) -> Kind:
         for name in (mixture := data.build(tasks, seed=seed)):
             columns |= mixture.draw_from(name).truth.keys()
     except TaskError:
+        # Rows that are not prompts fail to be read as such; the other kinds are tried in turn.
         readable: tuple[Kind, ...] = ("conversation", "pair")
         return next((kind for kind in readable if _reads(data, tasks, kind, seed=seed)), "prompt")
     return "pair" if {"chosen", "rejected"} <= columns else "conversation" if "completion" in columns else "prompt"
@@ -112,6 +113,7 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
 def histogram(lengths: Sequence[int], width: int = 40) -> list[str]:
     """Return the lines of a histogram, each a range, a bar and a count."""
     low, high = min(lengths), max(lengths)
+    # Ceiling division: at most _BINS bins of whole lengths.
     step = max(1, -(-(high - low + 1) // _BINS))
     counts = [
         sum(bin_start <= length < bin_start + step for length in lengths) for bin_start in range(low, high + 1, step)

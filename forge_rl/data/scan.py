@@ -27,6 +27,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
+# Part of the cache's key: raise it when a scan finds other things in the same files.
 _VERSION = 5
 _ROWS_AT_ONCE = 1000
 _MEASURED = 200
@@ -140,6 +141,7 @@ def check_tasks(
     all_sources = (*mixture.sources.values(), *mixture.evaluation.values())
     has_files = any(isinstance(source, TableSource) for source in all_sources)
     lengths = make_lengths() if has_files else None
+    # Evaluation sets come first: training sources are compared with the problems found in them.
     problems: dict[str, set[int]] = {}
     scans: dict[str, Scan] = {}
     for name, source in mixture.evaluation.items():
@@ -203,6 +205,7 @@ class PromptLengths:
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self.tokenizer = tokenizer
         self.limit = limit
+        # Tokens that the template writes around a conversation, such as a default system message.
         self._frame = len(tokenizer.render([{"role": "user", "content": "x"}]))
 
     def too_long(self, task: Task) -> bool:
@@ -211,6 +214,7 @@ class PromptLengths:
         Raises:
             ModelError: the chat template refuses the task.
         """
+        # Tokens cannot exceed bytes, so most prompts are known to fit without being rendered, which takes far longer.
         upper_bound = self._frame + _MESSAGE_TOKENS * len(task.messages) + _text_bytes(task)
         return upper_bound > self.limit and self.length(task) > self.limit
 
@@ -242,6 +246,7 @@ def _text_bytes(task: Task) -> int:
     total = 0
     for message in task.messages:
         content = message.get("content", "")
+        # Templates write tools, calls and other fields at lengths that their own texts do not bound.
         if task.tools or len(message) > 2 or not isinstance(content, str):
             return 1 << 40
         total += len(content) if content.isascii() else len(content.encode())
@@ -273,6 +278,7 @@ def _scan(
     """
     num_rows = num_held_out = num_bad = num_with_tools = 0
     example = ""
+    # 8 bytes a row instead of about 40 for an integer in a list: files may have many millions of rows.
     keys = array("Q")
     too_long: list[int] = []
     overlap: dict[str, list[int]] = {name: [] for name in evaluation_problems or {}}
@@ -281,6 +287,7 @@ def _scan(
         num_rows += 1
         if read_row.task is None:
             if source.max_bad_rows == 0:
+                # Some more rows are read, so that the error says whether one row is bad or all are.
                 raise source.failure(read_row, *itertools.islice(reading, _LOOKED_AT))
             num_bad += 1
             example = example or f"{source.describe(read_row.row)}: {read_row.error}"
@@ -292,6 +299,7 @@ def _scan(
                 is_long = lengths.too_long(read_row.task)
         except (ModelError, TaskError) as error:
             message = f"{source.describe(read_row.row)}: {error.message}"
+            # A template that refuses messages refuses all rows of that form, so it is no matter of single bad rows.
             if isinstance(error, ModelError) or source.max_bad_rows == 0:
                 raise TaskError(message, hint=error.hint) from error
             num_bad += 1
@@ -303,6 +311,7 @@ def _scan(
             problems.add(read_row.problem)
         if is_long:
             too_long.append(read_row.row)
+        # By problem and not by row, so the same problem in another wording is held out too.
         elif source.is_held_out(read_row.problem):
             num_held_out += 1
         else:
@@ -342,6 +351,8 @@ def _cached(
     cache_key = [
         *(_VERSION, [(str(table.path.resolve()), table.path.stat().st_mtime_ns) for table in source.tables]),
         *(source.files, source.columns, _template_text(source), source.held_out_share, source.max_bad_rows),
+        # Everything that the findings depend on; files by modification time and identity, not by a hash of all their
+        # bytes.
         *(lengths.limit, lengths.digest(), {name: sorted(keys) for name, keys in evaluation_problems.items()}),
     ]
     path = cache / "scans" / f"{hashlib.sha256(repr(cache_key).encode()).hexdigest()[:32]}.json"
@@ -353,6 +364,7 @@ def _cached(
     scan = _scan(source, lengths, evaluation_problems=evaluation_problems, progress=progress)
     with contextlib.suppress(OSError, ForgeError):
         make_private(path.parent, TaskError)
+        # Renamed into place when it is whole, as another run may read or write the same file.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(dataclasses.asdict(scan), file)
         os.replace(file.name, path)

@@ -44,6 +44,7 @@ class SolveRates:
             self._keys.append(key)
             self._rates.append(rate)
         elif place is None:
+            # A ring: the oldest entry's place is used again, so nothing moves.
             place, self._oldest = self._oldest, (self._oldest + 1) % self._max_tasks
             del self._places[self._keys[place]]
             self._keys[place] = key
@@ -58,6 +59,7 @@ class SolveRates:
 
     def state(self) -> dict[str, object]:
         """Return all keys and rates as JSON, from the oldest to the newest."""
+        # Rolled so that the oldest is first: `restored` can then cut to the newest and start its ring at 0.
         keys, rates = (np.roll(np.array(values), -self._oldest) for values in (self._keys, self._rates))
         return {"keys": _text(keys.astype("<u8")), "rates": _text(rates.astype("<f4"))}
 

@@ -49,6 +49,7 @@ class ResumableTaskStream:
 
     def source_order(self, groups: int) -> list[str]:
         """Allot the next batch's groups to sources."""
+        # Taken before the batch's first draw, and before `source_order` moves its remainders.
         self._checkpoints.append((self._position(), len(self._drawn)))
         return self._mixture.source_order(groups)
 
@@ -62,6 +63,8 @@ class ResumableTaskStream:
         while True:
             task = draw() if self._pools is None else self._pools.choose(source, draw, chosen_before=self._is_consumed)
             self._drawn.append((task.source, task.id))
+            # A count and not a set: a task that comes again in the next epoch is skipped only as often as it was
+            # consumed.
             if self._consumed[task.source, task.id] <= 0:
                 return task
             self._consumed[task.source, task.id] -= 1
@@ -90,8 +93,11 @@ class ResumableTaskStream:
         if pending is None:
             del self._checkpoints[:1]
         else:
+            # Batches that take groups as they complete may leave tasks behind: the checkpoint before the oldest of them
+            # stays.
             oldest = self._oldest(pending)
             del self._checkpoints[: sum(drawn <= oldest for _, drawn in self._checkpoints) - 1]
+        # Draws before the first checkpoint are never replayed; what remains is counted from there.
         keep_from = self._checkpoints[0][1] if self._checkpoints else len(self._drawn)
         del self._drawn[:keep_from]
         self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
@@ -135,6 +141,7 @@ class ResumableTaskStream:
     def state(self) -> dict[str, object]:
         """Return the state before the oldest undelivered batch, with the current weights and solve rates."""
         position = self._position()
+        # An old position with the current weights: a resumed run must not undo what was changed or learned since.
         state = self._checkpoints[0][0] | {name: position[name] for name in _OF_NOW} if self._checkpoints else position
         return state if self._pools is None else {**state, "solve_rates": self._pools.rates()}
 
@@ -142,6 +149,7 @@ class ResumableTaskStream:
         """Return source and id of each task drawn after `state()` that must not be drawn again: all except pending."""
         consumed = Counter(self._drawn)
         consumed.subtract((task.source, task.id) for task in pending)
+        # Also tasks that this stream, itself resumed, has not come to yet.
         consumed.update(self._consumed)
         return [list(task) for task in sorted(consumed.elements())]
 

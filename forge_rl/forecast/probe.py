@@ -26,7 +26,7 @@ _DEADLINE_S = 120.0
 
 
 def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
-    """Return this machine's device type, which is measured on a CPU by a process with a trainer's threads.
+    """Return this machine's device type; a CPU is measured, by a process with a trainer's threads.
 
     Args:
         dim: width of the model.
@@ -39,6 +39,7 @@ def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
     if device_type() == "cuda":
         return _known_gpu()
     command = [sys.executable, "-m", __name__, str(dim), str(hidden), str(dtype).removeprefix("torch.")]
+    # In a process of its own: the number of threads is read from the environment when torch is imported.
     env = handed_on(thread_environment(1))
     try:
         process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
@@ -69,6 +70,7 @@ def _measure(dim: int, hidden: int, dtype: torch.dtype) -> tuple[float, float]:
         def network() -> None:
             torch.nn.functional.linear(torch.nn.functional.linear(inputs, wide), narrow)
 
+        # Two products of 2 * rows * dim * hidden operations each; a copy reads and writes each byte.
         flops = 4.0 * _ROWS * dim * hidden / _mean_s(network)
         return flops, 2.0 * _COPIED / _mean_s(lambda: target.copy_(source))
 
@@ -92,6 +94,7 @@ def _known_gpu() -> DeviceType:
             f"the speed of {properties.name!r:.80} is not known",
             hint=f"name the most similar type with --on: {', '.join(DEVICE_TYPES)}",
         )
+    # Types of one name come with several sizes of memory.
     return min(matches, key=lambda device: abs(device.memory - properties.total_memory))
 
 

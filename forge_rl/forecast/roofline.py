@@ -31,7 +31,7 @@ class Efficiency:
     training: float
     """Share of the peak FLOP/s in the trainer's passes, outside of attention."""
     attention: float
-    """The same of attention in the trainer, of the FLOPs that it needs: three times the forward pass's."""
+    """The same share for attention in the trainer, which needs three times the forward pass's FLOPs."""
     decoding: float
     """Share of the peak FLOP/s in an engine's steps, and while it reads prompts."""
     memory: float
@@ -89,7 +89,7 @@ class Workload:
     answer: float
     """Mean tokens of an answer."""
     longest: float
-    """Maximum tokens of an answer; with this mean, all answers are as long, else see `lengths`."""
+    """Maximum tokens of an answer; if it equals the mean, all answers have this length, else see `lengths`."""
     ahead: int = 0
     """Batches on which engines work ahead while one waits for its longest answers."""
     minibatches: int = 1
@@ -140,7 +140,7 @@ def rollout_times(
     cache_bytes: float,
     use: Efficiency,
 ) -> Times:
-    """Predict the seconds in which all engines generate a batch.
+    """Predict the seconds that all engines take to generate a batch.
 
     A step reads the weights once for all requests, and each one's keys and values. Engines share a group's prompt.
 
@@ -162,21 +162,29 @@ def rollout_times(
             hint="raise --generator.tensor-parallel-size, or lower --generator.max-model-len",
         )
     share = work.episodes / (engines * copies)
+    # Limited by the engine's slots, by its cache, or by the answers that there are.
     running = max(1.0, min(settings.max_num_seqs, cached_sequences, share * (1 + work.ahead)))
+    # The mean context of a decoded token: the prompt and half of the answer.
     context = round(work.prompt + work.answer / 2)
     step_flops, step_bytes = forward_flops(a, context, has_head=True), sequence_bytes(a, settings, context)
     arithmetic_s = memory_s = links_s = scheduling_s = 0.0
     for steps, decoded in _decoded(work, share, running):
+        # The more tokens in a step, the more experts they reach, each of whose weights are read once.
         read_weights = layer_weights(a, max(1, round(decoded))) + head_weights(a)
+        # Roofline of one step: weights are read once for all sequences, keys and values once for each. The slower of
+        # arithmetic and memory counts, as they overlap.
         compute_s = decoded * step_flops / tp / (device.flops * use.decoding)
         read_s = (itemsize * read_weights / tp + decoded * step_bytes) / (device.bandwidth * use.memory)
         arithmetic_s += steps * compute_s if compute_s > read_s else 0.0
         memory_s += steps * read_s if compute_s <= read_s else 0.0
         scheduling_s += steps * (use.step_s + decoded * use.sequence_s)
         if tp > 1:
+            # Two all-reduces a layer, after attention and after the feed-forward network; a ring sends 2 (tp - 1) / tp
+            # of the bytes.
             sent_bytes = decoded * a.dim * itemsize * 2 * (tp - 1) / tp
             links_s += steps * 2 * a.layers * (use.collective_s + sent_bytes / (device.link * use.links))
     prompt_tokens = max(1.0, work.groups / (engines * copies)) * work.prompt
+    # Each group's prompt is read once, without logits; its tokens see half of the prompt on average.
     prefill_flops = prompt_tokens * forward_flops(a, work.prompt / 2, has_head=False) / tp
     parts = {
         "arithmetic": arithmetic_s + prefill_flops / (device.flops * use.decoding),
@@ -188,11 +196,11 @@ def rollout_times(
 
 
 def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[float, float]]:
-    """Yield an engine's steps for its share of a batch, and the answers that it decodes in each of them.
+    """Yield numbers of an engine's steps for its share of a batch, and of the answers that it decodes in each.
 
-    Once the last answers have a place, they and those under way have as far to go as new ones, and the engine has the
-    longest among all engines'. Engines that work ahead fill the tail of a batch with answers of the next ones, and the
-    longest answer may take as many phases as there are batches under way.
+    Once the last answers have a slot, all answers under way are assumed to have as far to go as new ones, and the
+    engine is assumed to have the longest answer of all engines. Engines that work ahead fill the tail of a batch with
+    answers of the next batches, and the longest answer may take as many phases as there are batches under way.
 
     Args:
         share: answers of an engine.
@@ -201,6 +209,7 @@ def _decoded(work: Workload, share: float, running: float) -> Iterator[tuple[flo
     lengths = {"mean": work.answer, "longest": work.longest}
     if work.ahead:
         last = longest_of(work.episodes, **lengths)
+        # Either all slots are always busy, or the longest answer of the batch decides.
         steps = max(share * work.answer / running, last / (1 + work.ahead))
         yield steps, share * work.answer / steps
         return
@@ -234,7 +243,7 @@ def train_times(
     spread: Spread,
     use: Efficiency,
 ) -> Times:
-    """Predict the seconds in which the trainer trains a batch.
+    """Predict the seconds that the trainer takes to train on a batch.
 
     FSDP's collectives overlap with arithmetic; collectives of other kinds do not. With a pipeline, the times are
     the slowest stage's.
@@ -243,40 +252,49 @@ def train_times(
     tp, cp, ep = s.tensor_parallel_degree, s.context_parallel_degree, s.expert_parallel_degree
     pp, stage_ranks = s.pipeline_parallel_degree, spread.ranks // s.pipeline_parallel_degree
     layers = stage_layers(a, pp)
+    # The stage with the most layers is the slowest.
     stage_share = max(map(len, layers)) / a.layers
     itemsize = resolve_dtype(s.dtype).itemsize
     shares = max(1, stage_ranks // (tp * cp))
     episode_tokens = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
     tokens = max(work.tokens / shares, episode_tokens) / use.filled
     row_tokens = max(1, s.seq_len) * cp
+    # Ceiling division; a minibatch has at least one row.
     rows = max(float(work.minibatches), -(-tokens // row_tokens))
     products, attention = _flops(a, s, work)
     flops = products / use.training + attention / use.attention
+    # A rank's part: its share of the tokens, padding included, of its stage's layers, split over tp and cp.
     flops *= stage_share * tokens / max(1.0, work.tokens) / (tp * cp)
     compute_s = spread.sharers * flops / device.flops
     parts = {"arithmetic": work.epochs * compute_s}
     if pp > 1:
+        # The bubble of a pipeline of pp stages: (pp - 1) / rows of the passes, once for each minibatch.
         parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
+    # Each row gathers the weights for its forward and its backward pass.
     gather_s = (
         stage_share
         * _gather_bytes(a, s, stage_ranks, rows, itemsize)
         / (spread.link(device, stage_ranks // s.data_parallel_replicate_degree) * use.links)
     )
     if s.enable_cpu_offload:
+        # Float32 weights to the device and gradients back, for each row.
         gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
     if s.enable_activation_offload:
         sent_bytes = stage_share * 2 * tokens / cp / tp * a.dim * itemsize * a.layers
         parts["links of offloaded activations"] = work.epochs * sent_bytes / (device.host_link * use.links)
     parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
     local_tokens = tokens / cp
+    # Forward, backward, and forward again if all activations are recomputed.
     passes = 2 + (s.activation_checkpointing == "full")
     if tp > 1:
+        # With sequence parallelism, a gather and a scatter around attention, and again around the feed-forward network.
         sent_bytes = stage_share * local_tokens * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
         parts["links of tensor parallelism"] = work.epochs * sent_bytes / (spread.link(device, tp) * use.links)
     if cp > 1:
         kv_bytes = stage_share * tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
         parts["links of context parallelism"] = work.epochs * 3 * kv_bytes / (spread.link(device, tp * cp) * use.links)
     if ep > 1 and a.experts:
+        # Each token goes to its top_k experts and comes back, in every layer with experts.
         routed_bytes = (
             stage_share * local_tokens / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
         )
@@ -294,11 +312,14 @@ def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) 
     """Return the operations of one pass over the batch, forward and backward, with recomputation: of products with
     weights, and of attention."""
     a = architecture
+    # A multiply-add for each weight and token; logits only for answers, as prompts are not trained.
     layers = 2.0 * layer_weights(a) * work.tokens
     head = 2.0 * head_weights(a) * work.answers
+    # A group's prompt is computed once; its tokens see half of it on average.
     prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
     attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
     recomputed = {"none": 0.0, "selective": 0.5, "full": 1.0}[settings.activation_checkpointing]
+    # The backward pass costs two forward passes: gradients by inputs and by weights.
     passes = 3 + work.passes
     products = passes * (layers + head) + recomputed * layers
     return products, (passes + (recomputed == 1)) * attention
@@ -315,5 +336,6 @@ def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, it
         expert_weights = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
         local_weights -= expert_weights * (1 - 1 / s.expert_parallel_degree)
     local_weights /= s.tensor_parallel_degree
+    # Gradients are reduced with each row, or once a minibatch if they add up on each rank first.
     reductions = 1.0 if adds_up_once(a.weights, s, ranks=ranks * s.pipeline_parallel_degree) else rows
     return (2 * rows * itemsize * local_weights + reductions * 4 * local_weights) * (num_shards - 1) / num_shards

@@ -178,6 +178,8 @@ def search(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Fore
     refused: ConfigError | None = None
     with assumed_gpus(machines.count, machines.device.memory):
         _check_engine(config, policy, machines)
+        # Ascending, and the first degree with any layout wins: context parallelism only adds communication if rows fit
+        # without.
         degrees = _choices(config.trainer.context_parallel_degree, machines.per_host)
         for cp in degrees:
             forecasts: list[Forecast] = []
@@ -246,6 +248,7 @@ def nearest(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> lis
             for tokens, half in shorter_contexts
         ],
     ]
+    # Each group is sorted by how much it asks for, and stops at the first that fits.
     for group in tries:
         for name, settings, candidate in group:
             try:
@@ -276,6 +279,7 @@ def measured_forecast(config: RunConfig, policy: PlannedPolicy, machines: Machin
     needs = plan_run(config, policy.models, traces=policy.traces)
     work, use = workload(config, policy), machines.use
     cache = round(generator.kv_cache_gib * 2**30)
+    # On a CPU, engines share the cores, so they count as one with the slots and the cache of all.
     all_engines = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
     common = {"device": machines.device, "use": use}
     return Forecast(
@@ -321,8 +325,11 @@ def _check_engine(config: RunConfig, policy: PlannedPolicy, machines: Machines) 
 def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunConfig]:
     """Yield settings for each layout of these machines, without those that settings themselves refuse."""
     trainer, generator, n = config.trainer, config.generator, machines.count
+    # A row must hold the longest sequence, of which each of cp ranks has a part.
     needed = max(LEAST_ROW, round_up(-(-generator.max_model_len // cp), PAD_MULTIPLE))
+    # A long row keeps a GPU busy, the shortest possible one saves memory; both are tried.
     rows = [trainer.seq_len] if trainer.seq_len else list(dict.fromkeys((max(needed, _ROW), needed)))
+    # Engines that decode while the trainer trains cannot lend it their devices.
     separate = config.placement == "separate" or config.schedule.decodes_while_training
     splits = [(n, n)] if not separate else [(n - part, part) for part in _parts(machines)]
     replicas = _choices(trainer.data_parallel_replicate_degree, machines.hosts)[:: max(1, machines.hosts.bit_length())]
@@ -391,6 +398,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
             traces=policy.traces,
         )
 
+    # The same choice of recomputation and offloading that a run makes at its start, but for these devices.
     config, _ = choose(config, a, gpu=device.memory, num_gpus=machines.count, memory=memory)
     check_context(a, config.generator)
     needs = plan_run(config, policy.models, traces=policy.traces)
@@ -398,6 +406,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
     trainer, generator, shared = config.trainer, config.generator, colocated(config)
     work = workload(config, policy)
     cache = next(need.parts[KEYS] for need in needs if KEYS in need.parts) - _ENGINE_BYTES
+    # Shared devices change hands twice: the trainer's state goes to host memory and comes back.
     moved = 0.0
     if shared and not (trainer.stays_on_device or trainer.enable_cpu_offload):
         moved = 2 * sum(size for need in needs for part, size in need.parts.items() if "while engines decode" in part)
@@ -416,7 +425,7 @@ def _forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> F
 
 
 def _publish(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> VersionTimes:
-    """Predict the seconds of publishing and loading a version of which all weights are trained.
+    """Predict the seconds of publishing and loading a version, all of whose weights are trained.
 
     Each rank and each engine on GPUs has its own link; on a CPU all of them share one memory.
     """
@@ -455,6 +464,7 @@ def check_fits(needs: Sequence[Need], machines: Machines) -> None:
                 hint=need.hint,
             )
     host_needs = [need for need in needs if not need.of_gpu]
+    # Ceiling: the fullest host decides.
     bytes_per_host = {need.who: need.total * math.ceil(need.count / machines.hosts) for need in host_needs}
     if sum(bytes_per_host.values()) > machines.host_bytes:
         largest = max(host_needs, key=lambda need: bytes_per_host[need.who])
@@ -469,6 +479,7 @@ def _cost(forecast: Forecast) -> tuple[float, int]:
     """Return the time of a step, with a penalty for each degree above 1, and the length of a row."""
     trainer, generator = forecast.config.trainer, forecast.config.generator
     degrees: Mapping[str, int] = trainer.degrees
+    # Of two layouts that are nearly as fast, the one with fewer degrees, and without recomputation or offloading, wins.
     num_penalties = sum(value > 1 for value in (*degrees.values(), generator.tensor_parallel_size))
     num_penalties += (trainer.activation_checkpointing != "none") + 2 * trainer.enable_cpu_offload
     return forecast.step_s * (1 + _EASIER * num_penalties), trainer.seq_len

@@ -41,6 +41,7 @@ def show_forecast(config: RunConfig) -> None:
         LossError: the loss does not work.
     """
     console = Console(highlight=False)
+    # The loss is tried on a small batch, which also shows whether it needs a reference or values.
     _, reference, values = tried_loss(config)
     policy = read_policy(_folder(config), reference=reference, values=values)
     if config.target.on == LOCAL:
@@ -121,6 +122,7 @@ def placed(forecast: Forecast, machines: Machines) -> Iterator[tuple[str, str, s
         "expert parallel": trainer.expert_parallel_degree,
     }
     yield "  their degrees", "tensor parallel ranks are neighbours", _degrees(degrees)
+    # Engines of their own come after the trainer's ranks; on a CPU, everything is on the same device.
     first_device = 0 if forecast.shares_devices or machines.device.memory == host_bytes() else trainer.ranks
     num_devices = generator.replicas * generator.devices
     degrees = {"tensor parallel": generator.tensor_parallel_size, "copies": generator.data_parallel_size}

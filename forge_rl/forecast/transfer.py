@@ -1,10 +1,10 @@
 """Predicts the seconds of publishing a version and loading it into engines, part by part, from measured costs.
 
-A part takes a time of its own, one for each tensor, one for each batch of tensors of one shape that share a device's
-launches, and one for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. An engine's
+A part's seconds are a fixed time, plus a time for each tensor, for each batch of equally shaped tensors that share a
+device's launches, and for its bytes: call_s + tensors * tensor_s + batches * batch_s + bytes / rate. An engine's
 loaders take the part of a stack of experts that lies in one bucket as one tensor. Bytes count as passes through memory
-or a link, whose rate is the device's, so that costs measured on one machine serve on another; calls and tensors take
-Python's time and kernel launches', which differ less.
+or a link at the device's rate, so that costs measured on one machine serve on another; calls and tensors cost time of
+Python and of kernel launches, which differs less between machines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionCosts:
-    """Costs of each of `PARTS` on one kind of device; a part that is not there costs nothing."""
+    """Costs of each of `PARTS` on one kind of device; a part that is missing costs nothing."""
 
     parts: Mapping[str, PartCost]
     source: str
@@ -86,13 +86,15 @@ _LOAD_S, _FINGERPRINT_S = 0.1643, 0.0828
 
 
 def _gpu_costs() -> VersionCosts:
-    """Return a GPU's costs: of calls as on a CPU, of tensors as measured on one H100, of bytes as passes over its links
-    and memory."""
+    """Return a GPU's costs: calls as on a CPU, tensors as measured on one H100, and bytes as passes over its links and
+    memory."""
+    # How often bytes pass through a CPU's memory says nothing about a GPU's: those passes are set below.
     parts = {name: replace(cost, memory=0.0) for name, cost in CPU_COSTS.parts.items()}
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     copying_s = _LOADED_BYTES / (device.host_link * use.links)
     passes_s = FINGERPRINT_PASSES * _LOADED_BYTES / (device.bandwidth * use.memory)
     tensor_s = parts["load_fingerprint"].tensor_s
+    # What is left of the measured seconds after bytes and Python's work per tensor is the cost of the launches.
     batch_s = (_FINGERPRINT_S - passes_s) / _LOADED_TENSORS - tensor_s
     fingerprint = PartCost(tensor_s=tensor_s, batch_s=batch_s, memory=FINGERPRINT_PASSES)
     parts["publish_write"] = replace(fingerprint, host_link=1.0, tensor_s=parts["publish_write"].tensor_s)
@@ -120,7 +122,7 @@ class Version:
     stacked: int = 0
     """Tensors that the trainer's model keeps in stacks, such as experts', of which each rank has some."""
     stacks: int = 0
-    """Number of stacks that engines load these as."""
+    """Number of stacks as which engines load these tensors."""
     shapes: int = 1
     """Number of distinct shapes of its tensors."""
     shards: int = 1
@@ -154,6 +156,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
     for name, cost in costs.parts.items():
         share, tensors, plain = 1.0, version.tensors, version.tensors - version.stacked
         if name == "load_load":
+            # A stack that crosses the end of a bucket is loaded in parts, so each bucket may add one.
             tensors = min(tensors, plain + version.stacks + math.floor(version.size / BUCKET_BYTES))
         if name in _OF_RANK:
             share, tensors = version.rank_share, plain + math.ceil(version.stacked / version.shards)
@@ -161,6 +164,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
             tensors = plain  # a forward pass, in which a stack is one tensor
         elif name in _OF_ENGINE:
             share = version.engine_share
+        # At least one batch for each shape, and one more whenever one is full; never more than there are tensors.
         batches = min(tensors, version.shapes + math.floor(share * version.size / _BATCH_BYTES))
         byte_s = cost.memory / (device.bandwidth * use.memory) + cost.host_link / (device.host_link * use.links)
         if version.shards > 1:
@@ -173,6 +177,7 @@ def version_times(costs: VersionCosts, version: Version, device: DeviceType, use
         parts[name] = sum(seconds.values())
         causes = {cause: causes[cause] + seconds[cause] for cause in causes}
     if version.hosts > 1:
+        # Each host pulls a version once, over the links of all its devices.
         parts["load_network"] = version.size / (device.network * use.links * version.per_host)
         causes["bytes"] += parts["load_network"]
     return VersionTimes(parts=parts, causes=causes)

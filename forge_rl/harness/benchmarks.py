@@ -77,6 +77,7 @@ def benchmark_source(text: str) -> IterableSource:
     definition, revision, file = benchmark(text)
     tables = _file_tables(definition, file) if file else [_hub_table(definition, revision)]
     columns = Columns(id=definition.id)
+    # A function, so that each pass reads the tables from the start.
     return IterableSource(definition.name, lambda: _rows(definition, tables), held_out_share=1.0, columns=columns)
 
 
@@ -103,6 +104,7 @@ def _rows(definition: Benchmark, tables: Sequence[Table]) -> Iterator[Row]:
         for number, raw_row in table.rows(0, len(table)):
             try:
                 values = table.parse(raw_row)
+                # Checked row by row, so that another data set under the benchmark's name fails at once and by its line.
                 if lacking := [name for name in definition.columns if values.get(name) is None]:
                     has = ", ".join(map(str, values))
                     raise RowError(f"lacks {', '.join(lacking)}; it has {has:.200}")
@@ -120,6 +122,7 @@ class _AnsweredTable:
     def __init__(self, table: Table) -> None:
         self._table = table
         self.path = table.path
+        # The leaderboard keeps answers in files of their own; rows are matched by id, not by line.
         answers = table.path.parent / "possible_answer" / table.path.name
         self._answers: dict[str, object] = {}
         if answers.is_file():
@@ -136,6 +139,7 @@ class _AnsweredTable:
 
     def parse(self, row: object) -> Row:
         values = self._table.parse(row)
+        # A row's own ground_truth wins: merged files already have it.
         return {"ground_truth": self._answers.get(str(values.get("id")))} | dict(values)
 
     def describe(self, row: int) -> str:
@@ -160,9 +164,10 @@ def _text(row: Row, name: str) -> str:
 
 
 def _asked(name: str, answer: str, instruction: str) -> Callable[[Row], Row]:
-    """Return what makes a row with a question and an answer."""
+    """Return a function that converts a row to one with a question and an answer."""
 
     def convert(row: Row) -> Row:
+        # Columns that `Columns` would take for the prompt are left out; the question is made here.
         other_columns = {key: value for key, value in row.items() if key not in (name, "prompt", "messages")}
         return other_columns | {"question": _text(row, name) + instruction, "answer": str(row[answer])}
 
@@ -189,6 +194,7 @@ def _humaneval(row: Row) -> Row:
         "Complete this Python function. Answer with the whole function in one block of code, with the imports that it "
         f"needs.\n\n```python\n{_text(row, 'prompt').rstrip()}\n```"
     )
+    # The prompt runs before the answer's code, with its imports and helper functions.
     truth = {"setup": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
     return {"task_id": row["task_id"], "question": question} | truth
 
@@ -198,6 +204,7 @@ def _mbpp(row: Row) -> Row:
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests):
         raise RowError("is not a list of texts", column="test_list", value=tests)
     description = row.get("text") or row.get("prompt")
+    # The data set's configs "full" and "sanitized" name these columns differently.
     imports = row.get("test_setup_code") or "\n".join(map(str, row.get("test_imports") or []))  # type: ignore[call-overload]
     tests_text = "\n".join(tests)
     instruction = "Answer with Python code in one block. It has to pass these tests:"
@@ -215,14 +222,17 @@ def _ifeval(row: Row) -> Row:
 
 
 def _bfcl(row: Row) -> Row:
+    # A list of turns, each a list of messages; only single-turn categories can be scored by one answer.
     turns, functions = row["question"], row["function"]
     if not isinstance(turns, list) or len(turns) != 1 or not isinstance(turns[0], list):
         raise RowError("is not one turn of messages", column="question", value=turns)
+    # Rows with one function may hold it without a list.
     functions = functions if isinstance(functions, list) else [functions]
     tools = [{"type": "function", "function": _schema(function)} for function in functions]
     for tool in tools:
         function = tool["function"]
         assert isinstance(function, dict)
+        # APIs allow no dots in names of functions; the reward counts them as underscores too.
         function["name"] = str(function.get("name", "")).replace(".", "_")
     return {"id": row["id"], "messages": turns[0], "tools": tools, "ground_truth": row["ground_truth"]}
 
@@ -235,6 +245,7 @@ def _schema(value: object, depth: int = 0) -> object:
         schema = {str(key): _schema(inner, depth + 1) for key, inner in value.items()}
         kind = schema.get("type")
         if isinstance(kind, str) and kind in _JSON_TYPES:
+            # "any" has no counterpart in JSON Schema: a schema without a type accepts every value.
             del schema["type"]
             schema |= {"type": _JSON_TYPES[kind]} if _JSON_TYPES[kind] else {}
         return schema

@@ -34,6 +34,7 @@ def compare(sets: Sets, first: Results, second: Results) -> dict[str, Comparison
     comparisons = {}
     for name, tasks in sets.items():
         means = zip(*(map(_mean, results.of_set(name, tasks)) for results in (first, second)), strict=True)
+        # Paired by task: differences between tasks, which both models share, do not widen the interval.
         pairs = [(a, b) for a, b in means if a is not None and b is not None]
         if pairs:
             comparisons[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs])
@@ -60,5 +61,6 @@ def print_comparisons(console: Console, comparisons: Sequence[tuple[str, str, st
 
 
 def _mean(episodes: Sequence[Episode]) -> float | None:
+    # Episodes that failed have no reward; counting them as 0 would blame the model for its machine.
     rewards = [episode.reward for episode in episodes if episode.outcome.scored]
     return sum(rewards) / len(rewards) if rewards else None

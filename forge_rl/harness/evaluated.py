@@ -42,6 +42,7 @@ def keep_episodes(
     inside = folder / FOLDER
     make_private(inside, CheckpointError)
     step = len(recorded_files(folder))
+    # A resumed evaluation adds a file of its own, so that what earlier calls wrote stays as it is.
     path = inside / f"{step:06d}-evaluated.parquet"
     try:
         settings = as_json(config)

@@ -46,11 +46,13 @@ class FunctionCalls:
                 f"--reward function_calls: {self.truth!r} of task {task.id!r} is {calls!r:.80}",
                 hint='give it as [{"NAME": {"ARGUMENT": [ACCEPTED, ...]}}]',
             )
+        # One object may hold several calls; each becomes an entry of its own.
         return [{name: arguments} for call in calls for name, arguments in call.items()]
 
 
 def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequence[ToolCall]) -> str:
     """Return how the calls differ from the right ones; "" if they do not."""
+    # Compared by pairs below, which is quadratic: the number of calls is the model's choice.
     if len(calls) != len(true_calls) or len(calls) > _MOST_CALLS:
         return f"{len(calls)} calls instead of {len(true_calls)}"
     remaining, problem = list(true_calls), ""
@@ -58,6 +60,7 @@ def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: S
         problems = [_differs(expected, call) for expected in remaining]
         if "" not in problems:
             return problems[0]
+        # Each right call is used up, so one call made twice does not count for two.
         del remaining[problems.index("")]
     return problem
 
@@ -85,6 +88,7 @@ def _differs(true_call: Mapping[str, Mapping[str, object]], call: ToolCall) -> s
 
 def _is_accepted(value: object, accepted: object, depth: int = 0) -> bool:
     """Return whether a value is accepted; an accepted object has a list of accepted values for each field."""
+    # Bounded, as accepted values are as deep as their file says.
     if depth > 8 or not isinstance(accepted, list):
         return False
     for candidate in accepted:

@@ -25,6 +25,7 @@ _LONGEST = 200_000
 _WORD = re.compile(r"\w+")
 _TOKEN = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 _STOPS = r".!?\u3002\uff01\uff1f\u0964"
+# Possessive quantifiers: a row of a million full stops must not make the search quadratic.
 _END = re.compile(rf"(?<![{_STOPS}])[{_STOPS}]++[\"'\u201d\u2019)\]]*+(?=\s|$)")
 _ABBREVIATIONS = frozenset(
     ("mr", "mrs", "ms", "dr", "prof", "sr", "jr", "st", "vs", "etc", "e.g", "i.e", "u.s", "a.m", "p.m", "inc", "ltd")
@@ -89,7 +90,7 @@ def follows(name: str, parameters: Mapping[str, Any], text: str) -> bool:
     """Return whether a text follows one instruction: `follows("punctuation:no_comma", {}, "So")`.
 
     Raises:
-        KeyError, ValueError, TypeError: the instruction lacks a parameter, or it has another type.
+        KeyError, ValueError, TypeError: the instruction lacks a parameter, or a parameter has a wrong type.
     """
     return bool(text.strip()) and CHECKS[name](text, parameters)
 
@@ -107,8 +108,10 @@ def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
         if name not in CHECKS:
             hint = suggest(str(name), CHECKS, "instructions")
             raise TaskError(f"--reward ifeval: task {task.id!r} has the instruction {name!r:.80}", hint=hint)
+        # The data set's columns hold every parameter of every instruction, null where it does not apply.
         parameters = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
         try:
+            # A wrong parameter is the data's fault, and must not first show as a wrong answer.
             follows(name, parameters, "one. two.")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise TaskError(
@@ -148,6 +151,7 @@ def _frequency(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _forbidden(text: str, parameters: Mapping[str, Any]) -> bool:
+    # Whole words only, while keywords above also count inside of words: both as in the reference.
     words = _strings(parameters["forbidden_words"])
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in words)
 
@@ -166,6 +170,7 @@ def _is_in(text: str, language: str) -> bool:
     language = language.lower().partition("-")[0]
     if language not in _SCRIPTS and language not in _FUNCTION_WORDS:
         raise ValueError(f"the language {language!r} is not known")
+    # A letter's script is the first word of its Unicode name, as in LATIN SMALL LETTER A.
     letters = Counter(
         "CJK" if name.split(" ")[0] in ("CJK", "HIRAGANA", "KATAKANA") else name.split(" ")[0]
         for letter in text
@@ -175,6 +180,7 @@ def _is_in(text: str, language: str) -> bool:
     if language in _SCRIPTS:
         return script == _SCRIPTS[language]
     words = Counter(word.lower() for word in _WORD.findall(text))
+    # Languages in Latin letters are told apart by their most frequent words.
     frequencies = {
         code: sum(words[word] for word in function_words.split()) for code, function_words in _FUNCTION_WORDS.items()
     }
@@ -190,6 +196,8 @@ def count_sentences(text: str) -> int:
     a number of a list; text after the last end is one too."""
     count, begin = 0, 0
     for end in _END.finditer(text):
+        # `begin` stays where it is after an abbreviation: without the limit of 40, a text of nothing else would take
+        # quadratic time.
         before = text[max(begin, end.start() - 40) : end.start()]
         word = before.split()[-1].lower().lstrip("(\"'") if before.strip() else ""
         is_listed = word.isdecimal() and before.rpartition("\n")[2].strip() == word
@@ -201,6 +209,7 @@ def count_sentences(text: str) -> int:
 
 
 def _paragraphs(text: str, parameters: Mapping[str, Any]) -> bool:
+    # A divider may also stand before the first paragraph or after the last one, as in the reference.
     parts = [part.strip() for part in text.split("***")]
     paragraphs = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
     return all(paragraphs) and len(paragraphs) == int(parameters["num_paragraphs"])
@@ -212,6 +221,7 @@ def _words(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _nth_paragraph(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = text.split("\n\n")
+    # Empty paragraphs count for the place, but not for the number, as in the reference.
     count, place = sum(bool(part.strip()) for part in parts), int(parameters["nth_paragraph"])
     expected_word = _strings([parameters["first_word"]])[0].lower()
     if not 1 <= place <= len(parts) or not (words := parts[place - 1].split()):
@@ -225,6 +235,7 @@ def _placeholders(text: str, parameters: Mapping[str, Any]) -> bool:
     count = 0
     for line in text.split("\n"):
         end = 0
+        # By `find` instead of a pattern, which would take quadratic time on a line of opening brackets.
         while (begin := line.find("[", end)) >= 0 and (close_index := line.find("]", begin)) >= 0:
             count, end = count + 1, close_index + 1
     return count >= int(parameters["num_placeholders"])
@@ -238,6 +249,7 @@ def _postscript(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _bullets(text: str, parameters: Mapping[str, Any]) -> bool:
     lines = [line.lstrip() for line in text.split("\n")]
+    # A line that begins with two stars is bold text, not an item.
     count = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("", "*")) for line in lines)
     return count == int(parameters["num_bullets"])
 
@@ -247,6 +259,7 @@ def _constrained(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _highlights(text: str, parameters: Mapping[str, Any]) -> bool:
+    # Both forms count, as in the reference.
     single, double = re.findall(r"\*([^\n*]*)\*", text), re.findall(r"\*\*([^\n*]*)\*\*", text)
     return sum(bool(highlight.strip()) for highlight in (*single, *double)) >= int(parameters["num_highlights"])
 
@@ -257,6 +270,7 @@ def _sections(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _json(text: str, parameters: Mapping[str, Any]) -> bool:
+    # The answer may be in a fenced block, under one of the reference's spellings of the language.
     contents = text.strip()
     for mark in ("```json", "```Json", "```JSON", "```"):
         contents = contents.removeprefix(mark)
@@ -277,6 +291,7 @@ def _title(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _two_responses(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in text.split("******")]
+    # Empty parts are ignored at both ends, but between dividers they count as an empty answer.
     responses = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
     return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 

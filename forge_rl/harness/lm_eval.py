@@ -99,6 +99,7 @@ def find_python(path: str = "") -> tuple[Path, str]:
     Raises:
         ConfigError: its lm-eval is missing or too old, or no interpreter can be created.
     """
+    # This interpreter if it has lm-eval; creating another one takes minutes and the network.
     if not path and (version := _version(Path(sys.executable))):
         python = Path(sys.executable)
     else:
@@ -132,12 +133,14 @@ def lm_eval_settings(config: LmEvalConfig, endpoint: Endpoint, out: Path) -> dic
             "base_url": f"{endpoint.url}/completions",
             "tokenizer": str(endpoint.folder),
             "tokenizer_backend": "huggingface",
+            # Token ids, so that engines score exactly the tokens that lm-eval counts.
             "tokenized_requests": True,
             "add_bos_token": adds_bos,
             "max_length": min(endpoint.max_model_len, most_scored_tokens(tokenizer.vocab_size)),
             "num_concurrent": min(endpoint.concurrent, _MOST_CONCURRENT),
             "timeout": _REQUEST_S,
         },
+        # Engines batch what arrives; num_concurrent says how much of it arrives at a time.
         "batch_size": 1,
         "tasks": list(config.lm_eval),
         "include_path": None if config.include_path is None else str(config.include_path),
@@ -175,6 +178,7 @@ async def run_lm_eval(
     out = Path(settings["output_path"])
     make_private(out, CheckpointError)
     write_whole(out / "settings.json", json.dumps(settings, indent=2))
+    # Earlier results in the folder must not pass for this run's.
     log, old_results, rest = out / "lm-eval.log", _results(out), ""
 
     with log.open("wb") as file:
@@ -183,6 +187,7 @@ async def run_lm_eval(
             nonlocal rest
             file.write(part)
             file.flush()
+            # Progress bars end with a carriage return; the last part may be an incomplete line.
             *lines, rest = re.split(r"[\r\n]", rest + part.decode(errors="replace"))
             rest = rest[-_LONGEST_LINE:]
             for line in lines:
@@ -220,6 +225,7 @@ def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     for task, values in results["results"].items():
         task_scores = scores.setdefault(task, {})
         for name, value in values.items():
+            # Scores are named METRIC,FILTER; entries without a filter, such as alias, are not scores.
             metric, _, filter_name = name.partition(",")
             if filter_name and isinstance(value, int | float):
                 base = metric.removesuffix("_stderr")

@@ -39,6 +39,7 @@ class Results:
             if result is not None:
                 intact += line
                 key, episodes = result
+                # Tasks that failed are evaluated again.
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
         if intact != content or not content:  # replaced in one step, as it holds hours of work
@@ -62,6 +63,7 @@ class Results:
         key = _key(name, task)
         row = {"set": name, "source": task.source, "task": task.id, "digest": key[2], "messages": task.messages}
         row["episodes"] = rows
+        # One line a task, appended at once: a crash loses at most the line being written, which `__init__` drops.
         with self._path.open("a") as file:
             file.write(json.dumps(row, default=str) + "\n")
         self.episodes[key] = episodes
@@ -78,6 +80,7 @@ class Results:
         try:
             row = json.loads(line)
             key = (row["set"], row["source"], row["digest"])
+            # Lines of tasks that are not asked for this time are kept as well: another command may want them.
             task = self._tasks.get(key) or Task(id=row["task"], source=row["source"], messages=())
             return key, [
                 Episode(
@@ -106,6 +109,7 @@ def check_settings(out: Path, digest: str, settings: object) -> None:
     """
     path = out / "settings.json"
     try:
+        # Results of other settings in one file would be averaged as if they were comparable.
         if path.exists() and json.loads(path.read_text()).get("digest") != digest:
             raise ConfigError(f"{out} holds results with other settings", hint="set another --out, or leave it out")
         write_json(path, {"digest": digest, "settings": settings})
@@ -116,6 +120,7 @@ def check_settings(out: Path, digest: str, settings: object) -> None:
 def results_name(name: str, folder: Path) -> str:
     """Return the name of a model's results without a suffix; it includes a digest of its files, as they may change."""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
+    # Sizes and times instead of contents: weights may be hundreds of GB.
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{Path(name).name or 'model'}-{short_digest(json.dumps([str(folder), stamps]))}"
 

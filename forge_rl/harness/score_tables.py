@@ -57,6 +57,7 @@ def print_scores(
     for column in ("set", "model"):
         table.add_column(column, overflow="fold")
     first = next(iter(scores.values()))
+    # A dict as an ordered set: metrics stand in the order in which they first occur.
     for metric in dict.fromkeys(key for set_scores in first.values() for key in set_scores if _is_score(key)):
         table.add_column(metric, justify="right", no_wrap=True)
     for name in first:

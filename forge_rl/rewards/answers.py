@@ -30,7 +30,9 @@ _QUOTES = str.maketrans({
     "\N{LEFT SINGLE QUOTATION MARK}": "'", "\N{RIGHT SINGLE QUOTATION MARK}": "'",
     "\N{MINUS SIGN}": "-", "\N{NO-BREAK SPACE}": " ",
 })  # fmt: skip
+# Commas that group thousands. In brackets, ratios and codes such as a-1,234 a comma may separate items, and stays.
 _THOUSANDS = re.compile(r"(?<![\d,.(\[{:/])(?<!\w-)[1-9]\d{0,2}(?:,\d{3})+(?![\d,)\]}:/-])")
+# Initials lose their dots: "u.s." equals "us".
 _INITIALS = re.compile(r"(?<!\S)(?:[a-z]\.){2,}(?=[,;:!?\"']*(?!\S))")
 _AROUND_WORD = re.compile(
     r"(?<!\S)[\"'*_`]+(?=[^\W_])|(?<=[^\W_][^\W_])[.,;:!?\"'*_`]+(?!\S)|(?<=\w)[.,;:\"'*`]+(?!\S)"
@@ -121,6 +123,7 @@ class Number(TextReward):
                 f"--reward number: the true answer of task {task.id!r} has no number: {task.truth[self.key]!r:.80}",
                 hint="use --reward match or --reward math instead",
             )
+        # The error above is the data's fault and raises; an answer without a number is the model's and scores 0.
         answer = _number(self._answer(self.graded(text)) or "")
         if answer is None:
             return Score(total=0.0)
@@ -133,8 +136,10 @@ class Number(TextReward):
         return extract(self.extract, text)
 
     def _is_near(self, truth: Fraction, answer: Fraction) -> bool:
+        # At the default tolerance, 1000001 would otherwise pass for 1000000.
         if self.tolerance <= _ROUNDING and truth.denominator == answer.denominator == 1:
             return truth == answer
+        # Fractions keep the comparison exact: floats would round both sides before they are compared.
         margin = Fraction(self.tolerance)
         return abs(truth - answer) <= max(margin * abs(truth), min(margin, Fraction(1)))
 
@@ -167,6 +172,7 @@ def normalised(text: str) -> str:
     text = " ".join(plain(text).translate(_QUOTES).lower().split())
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(lambda name: name.group().replace(".", ""), text))
+    # A quote behind a number is a sign of inches or seconds, unless an opening quote is there for it to close.
     if not _OPENING_QUOTE.search(text):
         text = _PRIMES.sub(lambda sign: "\N{PRIME}" if sign.group() == "'" else "\N{DOUBLE PRIME}", text)
     words = " ".join(_AROUND_WORD.sub("", text).split())
@@ -177,5 +183,6 @@ def _f1(answer: str, truth: str) -> float:
     answer_words, truth_words = answer.split(), truth.split()
     if not answer_words or not truth_words:
         return float(answer_words == truth_words)
+    # The counters' intersection counts a repeated word only as often as both sides have it.
     num_shared = (collections.Counter(answer_words) & collections.Counter(truth_words)).total()
     return 2 * num_shared / (len(answer_words) + len(truth_words))

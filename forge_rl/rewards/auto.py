@@ -36,9 +36,12 @@ class Auto(TextReward):
         kinds = set(map(kind_of, truths))
         if kinds == {"number"}:
             return number_score(task, truths, text, percent_is_unit=True)
+        # Alternatives of several kinds, such as ["1/2", "x/2"]: `math` compares the answer with each by its own rule.
         if "expression" in kinds or "number" in kinds:
             return Maths(key=self.key, percent_is_unit=True, thoughts=self.thoughts)(task, text)
         if kinds == {"choice"}:
+            # Only an explicit choice counts here, unlike in `choice`: a lone capital letter in prose may be an ordinary
+            # word.
             letter = settled_letter(text)
             return Score(total=float(letter in map(letter_of, truths)), answer=letter)
         return Match(key=self.key, thoughts=self.thoughts)(task, text)

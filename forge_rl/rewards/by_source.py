@@ -26,6 +26,7 @@ class RewardBySource:
 
     def __post_init__(self) -> None:
         for name, reward in [*self.rewards.items(), ("other sources", self.other)]:
+            # Episodes arrive one at a time here, so a reward of a group would never see the others.
             if form_of(reward) == "group":
                 raise ConfigError(
                     f"the reward of {name} needs the whole group", hint="choose one that scores single episodes"

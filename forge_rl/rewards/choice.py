@@ -12,9 +12,13 @@ from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.quantities import plain
 from forge_rl.types import Score, Task
 
+# The letter itself, as B, (B), [B], B), B., **B**, $B$ or \text{B}.
 _FORM = r"(?:\*\*|\\text\{|\$)?[\(\[]?([A-Za-z])[\)\]]?[.):]?(?:\*\*|\}|\$)?[.):]?"
 _LETTER_ALONE = re.compile(rf"\s*(?:(?i:option|choice|answer)\s+)?{_FORM}\s*")
+# The letter before its option's text, as in "(B) Paris" or "B. Paris".
 _WITH_TEXT = re.compile(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Za-z])[.):])(?:\*\*)?\s+\S.*", re.DOTALL)
+# After "answer", "option" or "choice", a capital letter, or a letter of any case in brackets. What follows must not be
+# prose: in "the answer A gives is", A is a name. A negated statement is found too, to be dropped by `_stated`.
 _STATED = re.compile(
     r"(?:\b(?i:answer|option|choice)(?:\*\*)?(?:[ ]+(?i:is|should be|must be|would be))?(?:\*\*)?[ ]*:?[ ]*"
     r"(?i:option|choice)?[ ]*(?P<not>(?i:not)[ ]+)?(?:\*\*|\$|\\boxed\{|\\text\{)*[(\[]?)([A-Z])(?![\w'])"
@@ -23,7 +27,9 @@ _STATED = re.compile(
     r"|\b(?i:option|choice)[ ]+(?:\*\*)?[(\[]?([A-Z])\b"
 )
 _LETTER = re.compile(r"(?<![\w'.])([A-Z])(?![\w'])(?!\.[A-Z])")
+# "I" and "A" as English words, and letters that are ruled out ("not B", "rather than C").
 _WORDS = re.compile(r"(?<![\w'])(?:I|A)(?= [a-z])|\b(?i:not|than|except|rather than) \(?[A-Z]\b")
+# Characters at the end of a text that are searched: answers come last, and the patterns above stay fast.
 _LONGEST = 200_000
 
 

@@ -61,6 +61,7 @@ class WeightedSum:
         shaped_scores = dict(scores)
         for name, (function, _) in self.parts.items():
             if isinstance(function, Shaping):
+                # Shaped parts read the unshaped scores, so that the order of the parts does not matter.
                 base_rewards = [float(score.total) for score in scores[function.of]] if function.of else sums
                 totals = function.shape(scores[name], base_rewards)
                 shaped_scores[name] = [
@@ -80,10 +81,13 @@ class WeightedSum:
             parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
         _check_lengths("turns", {name: [len(score.turns)] for name, score in scores.items() if len(score.turns)})
         _check_lengths("tokens", {name: [*map(len, score.tokens)] for name, score in scores.items() if score.tokens})
+        # Parts without turns or tokens are left out of those sums, which differs from a part that scores all of them 0.
         weighted = [(scores[name], weight) for name, (_, weight) in self.parts.items()]
         turns = [[weight * value for value in score.turns] for score, weight in weighted if len(score.turns)]
         tokens = [[weight * np.asarray(turn) for turn in score.tokens] for score, weight in weighted if score.tokens]
         in_total = [score.turns_in_total for score, _ in weighted if len(score.turns)]
+        # `turns_in_total` says whether the turns' values are already inside of `total`. Parts that disagree would count
+        # some values twice or not at all.
         if any(in_total) and not all(in_total):
             raise ForgeError(
                 "some parts of a reward include `turns` in their total and others do not, so their sum is undefined",

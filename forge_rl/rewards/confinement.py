@@ -85,6 +85,7 @@ def confine(packages: Iterable[Path]) -> None:
     Args:
         packages: folders with packages that may be imported later.
     """
+    # Limits of the process itself, which hold also where the kernel has neither Landlock nor seccomp.
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -92,6 +93,7 @@ def confine(packages: Iterable[Path]) -> None:
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # required by both
     python_folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     python_folders.add(str(Path(__file__).parent.parent))
+    # Landlock comes first: the seccomp filter would refuse its system calls.
     _restrict_reading(libc, [*map(str, packages), *sorted(python_folders), *_SYSTEM, *_SYSTEM_FILES])
     if platform.machine() in _ARCHITECTURES:
         number, column = _ARCHITECTURES[platform.machine()]
@@ -100,6 +102,7 @@ def confine(packages: Iterable[Path]) -> None:
 
 def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
     """Block opening anything except these files and the contents of these folders, with Landlock."""
+    # With a null ruleset and flag 1, the call returns the version of Landlock that the kernel supports.
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
@@ -113,6 +116,7 @@ def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
         with contextlib.suppress(OSError):  # skip paths that do not exist
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+            # The kernel rejects a rule that gives a right to list folders to a plain file.
             access = _READ_FILE | _READ_FOLDER if is_folder else _READ_FILE
             libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", access, descriptor), 0)
             os.close(descriptor)
@@ -127,6 +131,8 @@ def _program(architecture: int, column: int) -> bytes:
     lines += [(_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _REFUSE)]  # x32's numbers
     for call in sorted({numbers[column] for numbers in _ALLOWED.values()}):
         lines += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _ALLOW)]
+    # Opening is allowed if the flags (argument 2 of openat, 1 of open) have no bit for writing or creating. A filter
+    # sees only numbers, never the path, which is why Landlock is needed for reading.
     for call, flags in [(_OPENAT[column], 2), *([(_OPEN, 1)] if column == 0 else [])]:
         lines += [(_EQUAL, 0, 4, call), (_LOAD, 0, 0, 16 + 8 * flags), (_ANY_BIT, 0, 1, _WRITING)]
         lines += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]

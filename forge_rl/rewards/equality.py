@@ -1,4 +1,4 @@
-r"""Compares mathematical answers part by part: brackets, order and relations as they stand, and formulas by value.
+r"""Compares mathematical answers part by part: brackets, order and relations literally, and formulas by value.
 
 equal("(1,2)", "(1, \\frac{4}{2})")  # True; False for "\\{1,2\\}" and for "[1,2]"
 """
@@ -29,6 +29,7 @@ _RELATIONS = {
     "\N{GREATER-THAN OR EQUAL TO}": ">=", "\N{NOT EQUAL TO}": "!=", "\\in": "in", "\N{ELEMENT OF}": "in", ":": ":",
 }  # fmt: skip
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+# \left, \right and \big change how brackets look, and nothing else.
 _SIZES = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]ig+[lr]?(?![a-z])")
 _OR = re.compile(
     r"\\(?:text|mathrm)\s*\{\s*(?:or|and)\s*\}|\\(?:lor|vee)(?![a-z])|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])"
@@ -69,16 +70,18 @@ def read(text: str, depth: int = 0) -> Structure:
     """Return the structure of an answer.
 
     Raises:
-        ValueError: the text is none, or is too large.
+        ValueError: the text is not an answer of a supported kind, or is too large.
     """
     if depth > _MOST_DEPTH:
         raise ValueError("the answer is nested too deeply")
     text = _SIZES.sub("", plain(text)).strip()
     inner = lambda part: read(part, depth + 1)  # noqa: E731
+    # From the loosest binding to the tightest: matrix, "or", union, bare list, relation, brackets, plus-minus, formula.
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in re.split(r"\\\\", matrix[2].strip().removesuffix("\\\\"))]
         if len({len(row) for row in rows}) != 1:
             raise ValueError("a matrix has rows of different lengths")
+        # Round, square and curly matrices are the same matrix; bars make a determinant or a norm.
         kind = "matrix" if matrix[1] in "pbB" else f"{matrix[1]}matrix"
         return Structure(kind, tuple(inner(cell) for row in rows for cell in row), (str(len(rows[0])),))
     if "\\begin" in text or not text:
@@ -90,6 +93,7 @@ def read(text: str, depth: int = 0) -> Structure:
         return Structure("union", tuple(map(inner, members)))
     operators: list[str] = []
     commas = _split(text, lambda token: token == ",")
+    # A text such as "1,234" is one number with a thousands separator, not a list of two.
     is_list = len(commas) > 1 and not re.fullmatch(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?", text)
     if is_list and not any(text.startswith(opening) and _encloses(text, opening) for opening in _OPEN):
         return Structure("list", tuple(map(inner, commas)))
@@ -102,10 +106,12 @@ def read(text: str, depth: int = 0) -> Structure:
         if text.startswith(opening) and (closing := _encloses(text, opening)):
             contents = text[len(opening) : len(text) - len(closing)]
             items = _split(contents, lambda token: token == ",")
+            # One item in brackets is a grouped formula, as in (x + 1); only braces make a set of one.
             if len(items) > 1 or (opening in ("\\{", "{") and opening + closing == "\\{\\}"):
                 kind = (opening + closing).replace("\\{", "{").replace("\\}", "}")
                 return Structure(kind, tuple(map(inner, items)) if contents.strip() else ())
     if "\\pm" in text or "\\mp" in text or "\N{PLUS-MINUS SIGN}" in text:
+        # Both signs flip together: a \pm b \mp c stands for a + b - c and a - b + c, not for four values.
         text = text.replace("\N{PLUS-MINUS SIGN}", "\\pm ")
         signs = [text.replace("\\pm", a).replace("\\mp", b) for a, b in (("+", "-"), ("-", "+"))]
         return Structure("any_order", tuple(map(inner, signs)))
@@ -159,6 +165,7 @@ def _same(true: Structure, answer: Structure) -> bool:
         return _same_value(true, answer)
     if true.kind == answer.kind == "relation":
         return _same_relation(true, answer)
+    # Sets and alternatives have no order, and an answer may list their members without braces.
     loose = {"any_order", "{}"}
     if true.kind in loose and answer.kind in loose | {"list"}:
         return _same_in_any_order(true.parts, answer.parts)
@@ -186,11 +193,13 @@ def _without_name(side: Structure, other: Structure) -> Structure:
         return last
     if set(side.operators) != {"="} or not (is_named or is_computed):
         return side
+    # Every side of a chain must have the same value, so "x = 2 = 3" does not pass for 3.
     chain = side.parts[1:] if is_named else side.parts
     return last if all(_same(part, last) for part in chain[:-1]) else side
 
 
 def _same_in_any_order(true: Sequence[Structure], answer: Sequence[Structure]) -> bool:
+    # Each true part is used up by one match: {1, 1} is not {1, 2}, nor does {1} answer {1, 2}.
     unmatched = list(true)
     for part in answer:
         match = next((place for place, other in enumerate(unmatched) if _same(other, part)), None)
@@ -201,6 +210,7 @@ def _same_in_any_order(true: Sequence[Structure], answer: Sequence[Structure]) -
 
 
 def _same_relation(true: Structure, answer: Structure) -> bool:
+    # Read from the right as well: 3 > x is x < 3.
     forms = [(answer.operators, answer.parts)]
     if all(operator in _FLIPPED for operator in answer.operators):
         forms.append((tuple(_FLIPPED[sign] for sign in answer.operators[::-1]), answer.parts[::-1]))
@@ -214,6 +224,8 @@ def _same_relation(true: Structure, answer: Structure) -> bool:
     sides = [*true.parts, *answer.parts]
     if any(side.kind != "value" for side in sides):
         return False
+    # Two relations are the same if the differences of their sides have a constant ratio: 2x = 4 is x - 2 = 0. A
+    # negative ratio turns an inequality around.
     ratio = _ratio(*(("-", left.tree, right.tree) for left, right in (sides[:2], sides[2:])))
     if ratio is None:
         return False
@@ -224,6 +236,7 @@ def _same_value(true: Structure, answer: Structure) -> bool:
     import mpmath  # type: ignore[import-untyped]
 
     names = symbols_of(true.tree)
+    # A variable that cancels out, as in x + y - y, is refused too: such an answer is not in its final form.
     if names != symbols_of(answer.tree):
         return False
     if not names:
@@ -232,6 +245,7 @@ def _same_value(true: Structure, answer: Structure) -> bool:
     with mpmath.workdps(_DIGITS):
         for values in points(names):
             try:
+                # A pole of the true formula says nothing about the answer; enough other points have to agree.
                 true_value = evaluate(true.tree, values)
             except ZeroDivisionError:
                 continue
@@ -242,7 +256,7 @@ def _same_value(true: Structure, answer: Structure) -> bool:
 
 
 def _same_number(true: Structure, answer: Structure) -> bool:
-    """Compare numbers: rational ones exactly, others to hundreds of digits, and by a decimal number that rounds one."""
+    """Compare numbers: rational ones exactly, others to hundreds of digits; a decimal answer may also be rounded."""
     import mpmath
 
     try:
@@ -256,6 +270,7 @@ def _same_number(true: Structure, answer: Structure) -> bool:
             # What is left of terms that cancel is far smaller than any number that is written.
             if size < mpmath.mpf(10) ** -_ZERO_DIGITS or abs(true_value - answer_value) <= size / 10**_EQUAL_DIGITS:
                 return True
+            # A decimal answer may round an irrational number, for which 40 decimals of it are enough.
             if mpmath.im(true_value) != 0 or abs(true_value) > 10**15:
                 return False
             approximation = Fraction(int(mpmath.nint(mpmath.re(true_value) * 10**40)), 10**40)
@@ -290,7 +305,7 @@ def _is_near(left: object, right: object) -> bool:
 
 
 def _is_rounded(number: str, value: Fraction) -> bool:
-    """Return whether a decimal number rounds an exact value, such as 1.414214 the root of 2."""
+    """Return whether a decimal number rounds an exact value, as 1.414214 rounds the square root of 2."""
     if not _DECIMAL_FORM.fullmatch(number) or (decimals := _DECIMAL.fullmatch(number)) is None:
         return False
     digits = len((decimals[1] + decimals[2]).lstrip("0"))

@@ -72,6 +72,7 @@ def _tree(text: str) -> ast.expr:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"not an expression: {type(error).__name__}") from None
+    # Level by level, not recursively: the bound on depth must hold before any recursive reader sees the tree.
     level: list[ast.AST] = [body]
     nodes = depth = 0
     while level:
@@ -85,12 +86,14 @@ def _tree(text: str) -> ast.expr:
 def _fraction(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            # repr gives the shortest decimal that the text could have meant: 0.1 is 1/10, not the double nearest to it.
             return _bounded(Fraction(repr(value)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_fraction(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _fraction(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            # Checked before it is computed: 9**9**9 would take all memory.
             base, exponent = _fraction(left), _fraction(right)
             _check_power(base, exponent)
             if exponent.denominator != 1:
@@ -114,6 +117,8 @@ def _sympy(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
                 return symbols[name]
             if name in _CONSTANTS:
                 return getattr(sympy, name)
+            # Names such as `solve` or `S` are sympy's own objects; as symbols they would mean something else than for
+            # `parse_expr`.
             if hasattr(sympy, name):
                 raise ValueError(f"{name!r:.40} is not a symbol")
             return sympy.Symbol(name)

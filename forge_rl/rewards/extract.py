@@ -24,6 +24,8 @@ _STATED = re.compile(
     r"(?:\*\*)?",
     re.IGNORECASE,
 )
+# A full stop ends a clause only before a blank or the end, so decimals stay whole; a comma only before a word, so lists
+# of numbers do.
 _CLAUSE_END = re.compile(r"[.;!](?=\s|$)|,(?=\s+[^\W\d])|\s(?:because|since|as|but)\s")
 _WRITTEN = re.compile(
     r"(?P<sign>[-+])?\\?\$?(?:"
@@ -35,6 +37,7 @@ _WRITTEN = re.compile(
 )
 """A number as prose has it, with fractions, powers and scientific notation."""
 _SIGNS = r"*/^_\N{MULTIPLICATION SIGN}\N{DIVISION SIGN}\N{MIDDLE DOT}"
+# Signs before a number that make it the operand of an expression, and not the answer.
 _OPERATOR = re.compile(rf"(?:[-+{_SIGNS}]|\\(?:times|cdot|div|pm))\s*$")
 _OPERAND_AFTER = re.compile(rf"\s*(?:[!(\\{_SIGNS}]\s*[\w\\({{]|[-+]\s*[\w\\({{])|\s*(?:plus|minus|times|divided)\b")
 _LIST_GAP = re.compile(r"\s*(?:,|,?\s*(?:and|or|to|not|but not|nor))\s*")
@@ -129,11 +132,13 @@ def number_in(answer: str) -> str | None:
     """Return the number that an answer is or, in prose or behind an equals sign, ends with, as written."""
     if read_quantity(answer) is not None:
         return answer
+    # Prose has a word of two letters or more outside of formulas; LaTeX commands are not prose.
     words = answer.replace(in_mathematics(answer) or "\0", "")
     is_prose = re.search(r"[^\W\d_]{2}", words) is not None and not re.search(r"\\[a-zA-Z]", words)
     is_garbled = len(words.split()) <= 2 and re.match(r"\W*\d", words) is not None  # a number with a broken unit
     if (is_prose and not is_garbled) or stated(answer) is not None:
         return final_number(answer)
+    # An equation answers with its right side. If its left side is a number too, both must agree: "2 = 3" is no answer.
     left, equals, right = plain(answer).rpartition("=")
     other, quantity = read_quantity(left.rpartition("=")[2]), read_quantity(right)
     if not equals or quantity is None or not re.search(r"\w", left):
@@ -150,11 +155,13 @@ def final_number(text: str) -> str | None:
     clause = stated(text)
     if clause == "":
         return None
+    # The stated clause decides, if it has a number at all; "the answer is below: ... 5" goes on with the whole text.
     if clause is not None and any(map(str.isdigit, clause)):
         text = clause
     formula = in_mathematics(text)
     if formula is not None and any(map(str.isdigit, formula)) and not re.search(r"\d", text.rpartition(formula)[2]):
         return number_in(formula)
+    # The last number of the prose is a candidate. Each check below refuses one that is a part of something larger.
     numbers = [match for match in _WRITTEN.finditer(text) if not _is_inside_word(text, match.start())]
     if not numbers:
         return None
@@ -162,12 +169,15 @@ def final_number(text: str) -> str | None:
     number = last.group()
     if operator := _OPERATOR.search(before):
         left_side = before[: operator.start()].rstrip()
+        # An operand on the left: the text ends with an expression such as 2 + 3.
         if left_side[-1:].isalnum() or left_side[-1:] in (")", "]", "}"):
             return None
+        # A minus behind an equals sign or colon is the number's sign, even with a blank between.
         if left_side.endswith(("=", ":")) and operator.group().strip() == "-":
             number = f"-{number}"
     elif last["sign"] and before and (before[-1].isalnum() or before[-1] in ")]}"):
         return None
+    # Two numbers joined by a comma, "and" or "or" are a list, or an answer that hedges.
     if len(numbers) > 1 and _LIST_GAP.fullmatch(text[numbers[-2].end() : last.start()]):
         return None
     if _OPERAND_AFTER.match(after) or before.endswith(("{", "_", "\\")) or re.search(r"[\w}]\($", before):
@@ -181,6 +191,7 @@ def final_number(text: str) -> str | None:
             len(word.group().strip()) == 1 and word.group().strip() not in "aI"
         )
         return None if is_variable else number  # 5x, 3rd, 2 y
+    # "in" is more often a preposition than inches: "5 in total".
     return number + word.group() if is_measure(quantity) and word.group().strip() != "in" else number
 
 

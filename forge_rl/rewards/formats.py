@@ -43,6 +43,7 @@ class Format(TextReward):
         """Return 1.0 or 0.0, and the contents of the answer tag."""
         rest = f"<{self.think}>{text}" if self.opened and self.think else text
         names = [name for name in (self.think, self.answer) if name]
+        # Counting first catches a tag that is repeated inside of another one, which the walk below would not see.
         is_well_formed = all(rest.count(f"<{name}>") == rest.count(f"</{name}>") == 1 for name in names)
         contents = ""
         for name in names if is_well_formed else ():
@@ -151,6 +152,7 @@ class JSONSchema(TextReward):
         try:
             if len(text) > _MOST_JSON:
                 raise ValueError("too long")
+            # Keys are sorted so that answers which differ only in their order count as one, for example in a majority.
             answer = json.dumps(parse_json(last_fenced(text) or text), sort_keys=True)
         except (ValueError, RecursionError):
             return Score(total=0.0, parts={"parsed": 0.0})
@@ -168,6 +170,7 @@ def last_fenced(text: str) -> str | None:
             if not (bare := line.lstrip()).startswith(_FENCE):
                 block_lines.append(line)
                 continue
+            # The rest of the closing line may open the next block.
             contents, block_lines, line = "\n".join(block_lines), None, bare[len(_FENCE) :]
         if line.rstrip().endswith((_FENCE, f"{_FENCE}json")):
             block_lines = []

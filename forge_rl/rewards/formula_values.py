@@ -33,6 +33,7 @@ def evaluate(node: Node, values: Mapping[str, Fraction]) -> Any:
         case ("name", str(name)):
             return mpmath.mpf(values[name].numerator) / values[name].denominator
         case ("const", str(name)):
+            # mpmath's constants are lazy; the product evaluates them at the current precision.
             return {"pi": mpmath.pi, "e": mpmath.e, "i": mpmath.mpc(0, 1)}[name] * mpmath.mpf(1)
         case ("neg", inner):
             return -evaluate(inner, values)
@@ -114,6 +115,7 @@ def _root(value: Any, degree: int) -> Any:
 
     if degree == 0:
         raise ZeroDivisionError
+    # mpmath's principal cube root of -8 is complex; school mathematics means -2.
     if degree % 2 and mpmath.im(value) == 0 and mpmath.re(value) < 0:
         return -mpmath.root(-mpmath.re(value), degree)
     return mpmath.root(value, degree)
@@ -124,6 +126,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
     if base == 0 and mpmath.re(exponent) <= 0:
         raise ZeroDivisionError
+    # mag is about log2 of the absolute value, so the product bounds the result's exponent before it is computed.
     size = max(1, abs(int(mpmath.mag(base)))) if base != 0 else 1
     if mpmath.mag(exponent) > 40 or size * abs(exponent) > _MOST_BITS:
         raise ValueError("the power is too large")
@@ -140,6 +143,7 @@ def _called(name: str, value: Any) -> Any:
             raise ZeroDivisionError
         # log without a base is that of 10, which is another function than ln.
         return mpmath.log(value) if name == "ln" else mpmath.log10(value)
+    # Reducing a huge angle needs as many more bits as it has, and exp of 2^16 is already near the bound on values.
     if name not in ("abs", "sqrt") and value != 0 and mpmath.mag(value) > (16 if name == "exp" else _MOST_ANGLE_BITS):
         raise ValueError("the argument is too large")
     if name in ("sinh", "cosh", "tanh") and mpmath.mag(value) > 16:
@@ -174,6 +178,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 def points(names: set[str]) -> Iterator[dict[str, Fraction]]:
     """Yield points at which formulas of these variables are compared: fixed numbers of both signs, with no pattern."""
     sorted_names = sorted(names)
+    # Six points, so that a few poles leave enough to compare; they are fixed, so that a score never depends on chance.
     for point in range(1, 7):
         yield {
             name: Fraction((-1) ** ((point + place) // 2) * (((point * 7919 + place * 104729) ** 2) % 9973 + 577), 4099)

@@ -15,6 +15,7 @@ _MOST_CHARS = 2000
 _MOST_NODES = 400
 _MOST_DEPTH = 40
 
+# Applied in this order: one spelling for signs that mean the same, and none for those that change only the looks.
 _REPLACED = (
     (re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]ig+[lr]?(?![a-z])|\\displaystyle"), ""),
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
@@ -61,6 +62,7 @@ def normalised_notation(text: str) -> str:
     """Return a formula's text in one notation, without sizes, gaps and other signs that change no meaning."""
     for pattern, replacement in _REPLACED:
         text = pattern.sub(replacement, text)
+    # TeX takes one character as an argument: \frac12 is \frac{1}{2}, x^2 is x^{2}.
     text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"([\^_])\s*(\w)(?!\w)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt\s*(\w)(?!\w)", r"\\sqrt{\1}", text)
@@ -93,6 +95,8 @@ def symbols_of(node: Node) -> set[str]:
 
 
 @dataclass(eq=False)
+# Recursive descent: sum, product, power, atom, each of which reads from `place` on. Each node is counted, as a short
+# text can nest deeply, and a model chooses the text.
 class _FormulaReader:
     text: str
     place: int = 0
@@ -122,11 +126,13 @@ class _FormulaReader:
                 factor = self.power()
                 node = self._made(operator, node, ("neg", factor) if sign == "-" else factor)
             elif self._begins_factor():
+                # Factors side by side multiply. A digit does not: "2 3" is more likely two numbers than 6.
                 is_number, begins_digit = node[0] == "num", self._peek().isdigit() or self._peek() == "."
                 if begins_digit:
                     raise ValueError("a number follows without an operator")
                 is_fraction = self.text.startswith("\\frac", self.place)
                 factor = self.power()
+                # 2\frac{1}{2} is a mixed number, two and a half; 2\frac{x}{2} is a product.
                 is_mixed = is_number and is_fraction and factor[0] == "/" and {factor[1][0], factor[2][0]} == {"num"}
                 node = self._made("+" if is_mixed else "*", node, factor)
             else:
@@ -136,11 +142,13 @@ class _FormulaReader:
         node = self.atom()
         while postfix := self._take("!%"):
             node = self._made(postfix, node)
+        # A degree is a variable like any unit, so that 30 degrees equal neither 30 nor 30 radians.
         if self.text.startswith("\\degree", self.place):
             self.place += len("\\degree")
             return self._made("*", node, ("name", "degree"))
         if self._take("^"):
             sign = self._take("+-")
+            # Powers associate to the right: 2^3^2 is 2^9. Braces end the exponent.
             exponent = self.power() if self._peek() != "{" else self.atom()
             node = self._made("^", node, ("neg", exponent) if sign == "-" else exponent)
             while postfix := self._take("!%"):
@@ -148,6 +156,7 @@ class _FormulaReader:
         return node
 
     def atom(self) -> Node:
+        # Counts an atom too: a sum of many numbers has no other node for each.
         self._made("", ())
         letter = self._peek()
         if number := _NUMBER.match(self.text, self.place):
@@ -177,6 +186,7 @@ class _FormulaReader:
         raise ValueError(f"{self.text[self.place :]!r:.20} is not a formula")
 
     def _named(self, word: str) -> Node:
+        # The longest name first, of up to six letters as in "arcsin": "sinh" is not sin times h.
         for length in range(min(len(word), 6), 1, -1):
             name = word[:length]
             if name in _FUNCTIONS:
@@ -188,6 +198,7 @@ class _FormulaReader:
         if len(word) > _LONGEST_PRODUCT and not any(name in word for name in ("pi", *_FUNCTIONS)):
             raise ValueError(f"{word!r:.20} is a word")
         self.place += 1
+        # A letter alone is a variable, except Euler's number and the imaginary unit; e_1 is a variable again.
         if word[0] in "ei" and not _SUBSCRIPT.match(self.text, self.place):
             return ("const", word[0])
         return ("name", self._subscripted(word[0]))
@@ -221,6 +232,7 @@ class _FormulaReader:
         raise ValueError(f"\\{name:.20} is not supported")
 
     def _function(self, name: str) -> Node:
+        # The order is that of \log_{2}^{3}(x): base, exponent of the whole call, argument.
         base: Node | None = None
         if name == "log" and (subscript := _SUBSCRIPT.match(self.text, self.place)):
             self.place = subscript.end()
@@ -234,6 +246,7 @@ class _FormulaReader:
             argument = self.atom()
         else:
             argument = self.power()
+            # Without brackets, the argument is a product: sin 2x is sin(2x), but \sin x \cos x is sin(x) cos(x).
             while name != "sqrt" and self._begins_factor() and self._peek() not in ("(", "[", "{"):
                 if any(self.text.startswith(f"\\{other}", self.place) for other in _FUNCTIONS):
                     break
@@ -258,6 +271,7 @@ class _FormulaReader:
 
     def _enclosed(self, opening: str) -> Node:
         self._expect(opening)
+        # In brackets, a bar opens an absolute value again, however many are open outside.
         bars, self._bars = self._bars, 0
         node = self.sum()
         self._bars = bars
@@ -275,6 +289,7 @@ class _FormulaReader:
     def _begins_factor(self) -> bool:
         letter = self._peek()
         if letter == "|":
+            # With one open, a bar closes it: |x| y is a product, but in |x y| the second bar ends the value.
             return self._bars == 0
         if self.text.startswith(("\\rfloor", "\\rceil"), self.place):
             return False

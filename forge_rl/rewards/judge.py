@@ -47,6 +47,7 @@ _MOST_TOKENS = 1 << 40
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 _MOST_READ = 4000
 """Characters at the end of a reply that are searched for its grade; patterns take quadratic time at worst."""
+# The last lookahead keeps "Score: 10" from being read as 1, should a match give digits back.
 _LABELLED = re.compile(r"(?i)\bscore\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)")
 _SCHEMA = {
     "type": "object",
@@ -121,6 +122,7 @@ class Judge:
         )
         if not self.low < self.high or not math.isfinite(self.high - self.low):
             raise ConfigError(f"--reward judge: low is {self.low}, high is {self.high}", hint="set low below high")
+        # Fails at the start of a run if the key is missing, not at the first score.
         api_key("--reward judge", self.api_key_env)
         object.__setattr__(self, "template", read_rubric(self.rubric, criteria=bool(self.criteria)))
         compile_rubric(self.template, bool(self.criteria))
@@ -132,11 +134,13 @@ class Judge:
 
     def load(self, folder: Path | None) -> None:
         """Open the cache of replies: in a run's folder, or in memory."""
+        # A shared cache holds replies alone: limits apply to one run, whose folder counts the spending.
         spending = JudgeStore(folder)
         replies = spending if self.cache is None else JudgeStore(self.cache)
         object.__setattr__(self, "_live", _JudgeState(replies, spending, asyncio.Semaphore(self.concurrent)))
 
     def __getstate__(self) -> Mapping[str, object]:
+        # Neither a database connection nor a semaphore can be pickled; each process opens its own.
         return self.__dict__ | {"_live": None}
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -163,12 +167,14 @@ class Judge:
             async with TaskGroup() as group:
                 grading_tasks = [group.create_task(self._graded(prompt)) for prompt in prompts]
         except ExceptionGroup as errors:
+            # A reached limit ends the run, so it must not hide behind another criterion's error.
             raise next(
                 (error for error in errors.exceptions if isinstance(error, SpendingError)), errors.exceptions[0]
             ) from None
         grades = [grading_task.result()[0] for grading_task in grading_tasks]
         parts = {f"criterion_{number}": grade for number, grade in enumerate(grades, 1)}
         sums = {}
+        # Score = (sum of w g over w > 0 - sum of |w| g over w < 0) / (sum of w over w > 0), with grades g from 0 to 1.
         for name, sign in (("wanted", 1), ("pitfalls", -1)):
             weighted_grades = [
                 (abs(criterion.weight), grade)
@@ -186,8 +192,11 @@ class Judge:
         """Return the grade for a prompt, scaled to 0 to 1, and whether it was cached."""
         live = self._live
         assert live is not None
+        # The key covers endpoint, model, prompt and options, so an edited rubric or another model never gets a stale
+        # grade.
         request = self._request(_encodable(prompt))
         key = _digest(self.base_url, request)
+        # Episodes of a group are often identical: the first one asks, the others wait for its reply.
         async with live.locks.setdefault(key, asyncio.Lock()):
             reply = live.replies.reply(key)
             is_cached = reply is not None
@@ -225,10 +234,12 @@ class Judge:
 
         if live.client is None:
             key = api_key("--reward judge", self.api_key_env) or "none"
+            # Retries are made here, where each is counted against the limits.
             live.client = openai.AsyncOpenAI(base_url=self.base_url or None, api_key=key, max_retries=0)
         problem = ""
         kind: type[JudgeError] = JudgeError
         for tries in range(self.retries + 1):
+            # Counted before the request is sent: a crash or a timeout may lose the reply, but not its cost.
             self._reserve(live)
             kind = JudgeError
             wait_s = _FIRST_WAIT_S * 2.0**tries
@@ -236,6 +247,7 @@ class Judge:
                 async with asyncio.timeout(self.timeout_s):
                     completion: Any = await live.client.chat.completions.create(**request)
                 reply = _text_of(completion)
+                # Replies without a grade cost tokens as well.
                 live.spending.add_tokens(self._identity, _tokens_of(completion, request))
                 if self._grade(reply) is not None:
                     return reply
@@ -245,9 +257,11 @@ class Judge:
                 problem = f"no reply within {self.timeout_s:g} s"
             except openai.APIStatusError as error:
                 problem = f"status {error.status_code}: {without_credentials(error.message)[:300]}"
+                # Other 4xx statuses would be the same next time.
                 if error.status_code not in (408, 409, 429) and error.status_code < 500:
                     kind = UngradedError if error.status_code in _REFUSES_REQUEST else JudgeError
                     raise self._failed(problem, kind) from None
+                # OpenAI reports an empty account as 429, like a rate limit, but waiting does not help.
                 if error.code == "insufficient_quota":
                     raise self._failed(problem) from None
                 wait_s = max(wait_s, _asked_wait_s(error.response.headers))
@@ -255,6 +269,7 @@ class Judge:
                 cause = f": {error.__cause__}" if error.__cause__ else ""
                 problem = f"{type(error).__name__}: {str(error)[:200]}{cause}"
             if tries < self.retries:
+                # Jitter keeps requests that were refused together from returning together.
                 await asyncio.sleep(min(wait_s, _LONGEST_WAIT_S) * random.uniform(0.75, 1))
         raise self._failed(f"{problem} (asked {self.retries + 1} times)", kind)
 
@@ -292,6 +307,8 @@ class Judge:
                 return None
         else:
             text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply[-_MOST_READ:])  # 8/10
+            # Markdown's stars are dropped, as in "**Score:** 8". Without a label, the last number in the range is the
+            # grade.
             labelled_numbers = _LABELLED.findall(text.replace("*", ""))
             candidates = [float(number) for number in (labelled_numbers[-1:] or _NUMBER.findall(text))]
         valid_grades = [grade for grade in candidates if self.low <= grade <= self.high]
@@ -305,6 +322,7 @@ class _JudgeState:
     replies: JudgeStore
     spending: JudgeStore
     room: asyncio.Semaphore
+    # Weak values: a lock disappears with the last request that holds it or waits for it.
     locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
     """One lock per request in flight, so that concurrent identical requests are sent once."""
     client: AsyncOpenAI | None = None

@@ -32,6 +32,7 @@ class JudgeStore:
             if folder is not None:
                 make_private(folder, ConfigError)
             path = ":memory:" if folder is None else str(folder / "judge.sqlite")
+            # Autocommit, as each method is one statement, and a timeout of 30 s for the locks of other replicas.
             self._database = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
             self._database.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
@@ -52,6 +53,7 @@ class JudgeStore:
     def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
         """Count a call before it is made; return False if it would exceed a limit. 0 means no limit."""
         self._database.execute("insert or ignore into spent values (?, 0, 0)", (judge,))
+        # Check and count are one statement, so replicas that share the file cannot exceed a limit together.
         condition = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
         limits = (max_calls, max_calls, max_tokens, max_tokens)
         cursor = self._database.execute(

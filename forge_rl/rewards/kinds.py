@@ -38,13 +38,16 @@ def kind_of(truth: str) -> Kind:
         return "choice"
     if read_quantity(text) is not None:
         return "number"
+    # Dates, versions and codes look like arithmetic but must match as they are: 12/03 is not 4, and 007 is not 7.
     if len(text) > _MOST_CHARS or _CODE.fullmatch(text) or _LEADING_ZERO.search(text):
         return "text"
     if _COMMAND.search(text):
         return "expression"
+    # Words, as opposed to products of variables: more than three letters in a row, apart from functions.
     runs = [run for run in _RUN.findall(text) if run.lower() not in _FUNCTIONS]
     if not _OPERATOR.search(text) or not re.search(r"[A-Za-z\d]", text) or any(len(run) > 3 for run in runs):
         return "text"
+    # Such as "yes/no": an operator between words, with neither a digit nor an equals sign.
     if runs and not re.search(r"\d|=", text):
         return "text"
     try:
@@ -60,9 +63,11 @@ def is_copy(answer: str, truth: str, task: Task) -> bool:
     is_copy("123*456", "56088", task)  # True if task.prompt is "What is 123 * 456?"
     """
     copied = notation(answer)
+    # Only an expression can be copied without work; a single number in the question may well be the answer.
     if not task.messages or not re.search(r"[-+*/^!\\(]", copied[1:]) or copied == notation(truth):
         return False
     question = normalised_notation(task.prompt[:20_000]).replace("\\$", "").replace("$", "")
+    # The copy must end where the question's expression ends: 12+3 is not a copy of 12+34.
     before = r"(?<![\w.])" if copied[0].isalnum() else ""
     after = r"(?!\w|\.\d)" if copied[-1].isalnum() else ""
     return re.search(f"{before}{re.escape(copied)}{after}", question) is not None

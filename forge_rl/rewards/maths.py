@@ -58,6 +58,7 @@ class Maths(TextReward):
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
         truths, text = extract.true_answers(task, self.key, "math"), self.graded(text)
+        # Each kind of true answer has its own rule, cheapest first; one that accepts the answer is enough.
         by_kind = {kind: [truth for truth in truths if kind_of(truth) == kind] for kind in map(kind_of, truths)}
         score = Score(total=0.0)
         if numbers := by_kind.get("number"):
@@ -77,6 +78,7 @@ class Maths(TextReward):
         signs = notation(answer)
         if not signs or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in truths):
             return Score(total=0.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
+        # The same notation needs no process; most right answers end here.
         if any(signs == notation(truth) for truth in truths):
             return Score(total=1.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
@@ -109,6 +111,7 @@ def compare(truths: list[str], answer: str) -> int:
         try:
             is_equal = equal(truth, answer)
         except ValueError:
+            # `equal` raises only for a true answer that it cannot read; an answer that it cannot read is wrong.
             is_equal = _is_equal_by_math_verify(truth, answer)
         if is_equal:
             return place
@@ -120,10 +123,12 @@ def _is_equal_by_math_verify(truth: str, answer: str) -> bool:
     their signs."""
     import math_verify
 
+    # math-verify alone is too lenient for a reward of 1, so it may only reorder what the true answer is made of.
     if sorted(_SIGN.findall(notation(truth))) != sorted(_SIGN.findall(notation(answer))):
         return False
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are disabled
     try:
+        # Its timeouts use SIGALRM, which limits this process already; `Workers` kills it when the time is up.
         sides = [math_verify.parse(_as_maths(side), parsing_timeout=None) for side in (truth, answer)]
         return all(sides) and bool(math_verify.verify(*sides, timeout_seconds=None))
     except Exception:  # model output can fail in any way

@@ -51,6 +51,7 @@ class TrlReward:
         """Return a score for each episode; awaitable if the function is async."""
         texts = [episode.whole_text for episode in episodes]
         chats = [[{"role": "assistant", "content": text}] for text in texts]
+        # TRL repeats each column of a row for all completions of its prompt.
         columns = {name: [value] * len(episodes) for name, value in task.truth.items()}
         result = _call(
             self.function,
@@ -113,6 +114,7 @@ def _call(function: Callable[..., Any], task: Task, arguments: Mapping[str, obje
         TaskError: it needs an argument for which the task's row has no column.
     """
     parameters = parameters_of(function)
+    # Without **kwargs a function gets only what it names, so rewards of either framework need not list every column.
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = {parameter.name for parameter in parameters}
     missing = [

@@ -56,6 +56,7 @@ def string_insertion(answer: str, entry: Mapping[str, Any], params: Mapping[str,
 
 def countdown(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
     value, target = arithmetic(answer), entry["metadata"]["target"]
+    # 0.05 is reasoning-gym's own score of an answer that it can evaluate but that is wrong.
     if sorted(_integers(answer)) != sorted(entry["metadata"]["numbers"]):
         return 0.05
     is_right = _PLAIN.fullmatch(answer) and abs(value - target) <= 1e-6 + 1e-5 * abs(target)  # numpy.isclose
@@ -77,6 +78,7 @@ def integration(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]
 
     name = entry["metadata"]["variable"]
     variable = sympy.Symbol(name)
+    # Any antiderivative is right, whatever its constant: its derivative must be the integrand.
     derivative = sympy.diff(formula(answer, {name: variable, "C": sympy.Symbol("C")}), variable)
     return float(sympy.simplify(derivative - formula(entry["metadata"]["integrand"], {name: variable})) == 0)
 

@@ -102,6 +102,7 @@ def form_of(function: object) -> Form:
     Raises:
         ConfigError: the function cannot be called with two arguments.
     """
+    # An explicit `form` wins, as sums and wrapped functions have no parameters that could tell.
     declared: Form | None = getattr(function, "form", None)
     if declared in ("text", "episode", "group"):
         return declared
@@ -129,6 +130,7 @@ def form_of(function: object) -> Form:
             "ground_truth, extra_info)",
         )
     second = parameters[1] if len(parameters) > 1 else parameters[0]  # of `def score(*given)`
+    # Annotations may be strings or types; formatted, both are text that can be searched.
     annotation = "" if second.annotation is second.empty else inspect.formatannotation(second.annotation)
     if second.name in ("episodes", "group") or _SEVERAL.search(annotation):
         return "group"
@@ -165,6 +167,7 @@ def text_for(function: object, episode: Episode) -> str:
 
 def is_async(function: RewardFunction) -> bool:
     """Return True if a reward function, or an object's `__call__`, is a coroutine function."""
+    # inspect sees neither through a partial to its coroutine function nor through an object to its `__call__`.
     function = function.func if isinstance(function, functools.partial) else function
     call = getattr(function, "__call__", None)  # noqa: B004  for objects with an async __call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

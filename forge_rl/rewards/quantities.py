@@ -34,6 +34,8 @@ _SLASH = rf"(?:(?P<mixed_slash>{_INTEGER})(?:\s+|-))?(?P<over>{_INTEGER})\s*/\s*
 _POWER = (
     rf"(?P<base>{_INTEGER})\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<power>-?\d{{1,4}})\s*\}}|(?P<bare_power>-?\d{{1,4}}))(?!\d)"
 )
+# The order of the alternatives matters: a regular expression takes the first that matches, and a power, fraction or
+# slash begins with what would be a decimal number on its own.
 _QUANTITY = re.compile(
     r"(?P<sign>[-+])?\s*(?P<currency>\\?\$|[\N{EURO SIGN}\N{POUND SIGN}\N{YEN SIGN}])?\s*(?P<late_sign>-)?"
     rf"(?:{_POWER}|{_FRACTION}|{_SLASH}|{_DECIMAL}{_EXPONENT}?)"
@@ -113,6 +115,7 @@ def read_quantity(text: str) -> Quantity | None:
     if not text or len(text) > _LONGEST:
         return None
     match = _QUANTITY.match(text)
+    # The sign stands before or behind the currency, as in -$5 and $-5, but not both.
     if match is None or (match["sign"] and match["late_sign"]):
         return None
     value = _value(match)
@@ -126,6 +129,7 @@ def read_quantity(text: str) -> Quantity | None:
     is_decimal = match["whole"] is not None or match["point"] is not None
     integer = re.sub(r"\D", "", match["whole"] or "")
     negative = match["sign"] == "-" or bool(match["late_sign"])
+    # The number as it was written, without sign, currency, unit and thousands separators.
     signs = text[match.end("late_sign") if match["late_sign"] else _start(match) : match.end()]
     if match["whole"]:
         signs = signs.replace(match["whole"], integer, 1)
@@ -160,6 +164,7 @@ def same_quantity(true: Quantity, answer: Quantity, *, percent_is_unit: bool = T
         case False, True:
             if true.unit:
                 return False
+            # Only above 1 may a percent sign be a mere unit: 50% may answer a true 50, but 0.5% must not answer 0.5.
             may_be_unit = percent_is_unit and true.decimals is not None and abs(true.value) > 1
             return answer.value * hundredths == true.value or (may_be_unit and _same_value(true, answer))
     return (not true.unit or not answer.unit or true.unit == answer.unit) and _same_value(true, answer)
@@ -169,11 +174,13 @@ def rounds(decimals: int | None, digits: int, rounded: Fraction, exact: Fraction
     """Return whether a decimal number of enough digits is the nearest one of its length to an exact number."""
     if decimals is None or digits < _LEAST_DIGITS or (rounded.denominator == exact.denominator == 1):
         return False
+    # At most half a unit of the last decimal: 2 |r - x| 10^d <= 1, in exact arithmetic.
     return bool(2 * abs(rounded - exact) * 10**decimals <= 1)
 
 
 def canonical(value: Fraction) -> str:
     """Return a number as a decimal if that ends, else as a fraction."""
+    # A fraction ends as a decimal exactly if its denominator has no prime factor but 2 and 5.
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0 and rest > 1:
@@ -190,14 +197,17 @@ def canonical(value: Fraction) -> str:
 
 def plain(text: str) -> str:
     r"""Strip marks without meaning around an answer: blanks, dollar signs, bold, \boxed, \text and a full stop."""
+    # Marks nest in any order, as in **$\boxed{5}$.**, so they are stripped until nothing changes.
     text = text[: 50 * _LONGEST].translate(_MINUS).strip()
     while True:
         before = text
+        # The full stop of a sentence, but not the last dot of initials such as "U.S.".
         if text.endswith(".") and not re.search(r"\.\w?\.$", text):
             text = text[:-1].rstrip()
         for opening, closing in _DELIMITERS:
             contents = text[len(opening) : -len(closing)]
             is_enclosed = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
+            # Two formulas such as $a$ or $b$ begin and end with a mark without being one whole.
             if is_enclosed and opening not in contents:
                 text = contents.strip()
         if wrapper := _WRAPPED.fullmatch(text):
@@ -255,12 +265,14 @@ def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
         return None if currency else (1, "%")
     if degree := _DEGREE.fullmatch(rest):
         return None if currency else (1, "degree" + degree[1])
+    # A letter right behind a number is more likely a variable: 5m is five times m, "5 m" is five metres.
     is_apart = rest[0].isspace() or rest.startswith(("\\text", "\\mathrm", "\\,", "\\ ", "~"))
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r" \1", rest.translate(_EXPONENTS))
     text = re.sub(r"\\[,;: ]|~", " ", text).replace("{", "").replace("}", "").strip()
     text = re.sub(r"\s*\^\s*", "^", text).removesuffix(".")
     if not is_apart and text not in _ATTACHED:
         return None
+    # Words such as "million" multiply the number and may be followed by a unit.
     scale, first, after = 1, *text.partition(" ")[::2]
     if first.lower() in _SCALES:
         scale, text = _SCALES[first.lower()], after.strip()
@@ -274,6 +286,7 @@ def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
     if any(len(word.partition("^")[0]) == 1 and word.partition("^")[0] not in _LETTERS for word in words[:1]):
         return None
     name = _unit_name(text)
+    # "$5 dollars" names its unit twice; "$5 metres" is not a quantity.
     return (scale, name) if currency in ("", name) else None
 
 

@@ -77,9 +77,11 @@ def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
     parts: dict[str, tuple[RewardFunction, float]] = {}
     for text in texts:
         name, function, weight = _read(text)
+        # The second reward of a name becomes NAME_2, so that metrics tell them apart.
         duplicates = sum(part_name == name or part_name.startswith(f"{name}_") for part_name in parts)
         parts[f"{name}_{duplicates + 1}" if duplicates else name] = (function, weight)
     [(function, weight), *other_parts] = parts.values()
+    # A part that shapes needs the sum around it, which checks that it has something to depend on.
     is_single = weight == 1 and not other_parts and not isinstance(function, Shaping)
     return function if is_single else WeightedSum(parts)
 

@@ -1,4 +1,4 @@
-"""Reward from a model: a sequence classifier in a Hugging Face folder, loaded once per dedicated replica."""
+"""Reward from a model: a sequence classifier in a Hugging Face folder, loaded once in each dedicated replica."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ class _ModelScorer:
         ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[float] = loop.create_future()
+        # The end is kept: the answer that is judged comes last.
         self._waiting.append((ids[-self._config.max_tokens :], future))
+        # One loop serves the queue: requests that arrive during a forward pass make up the next batch.
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
         return await future
@@ -157,6 +159,8 @@ class _ModelScorer:
             except Exception as error:
                 for _, future in batch:
                     if not future.done():
+                        # A failed batch must not strand those who wait for it, nor end the loop for the rest of the
+                        # queue.
                         future.set_exception(error)
                 continue
             for (_, future), score in zip(batch, scores, strict=True):
@@ -168,6 +172,7 @@ class _ModelScorer:
         import torch
 
         longest, pad = max(map(len, rows)), self._model.config.pad_token_id
+        # Padded at the end, both of shape (rows, longest); the classifier reads the last token that is not padding.
         ids = torch.tensor([[*row, *[pad or 0] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
         with torch.inference_mode():
@@ -177,6 +182,7 @@ class _ModelScorer:
             return [float(probability) for probability in logits.softmax(dim=-1)[:, -1]]
         values = [float(logit) for logit in logits[:, 0]]
         return (
+            # math.exp overflows above 709.
             [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]
             if self._config.sigmoid
             else values

@@ -77,6 +77,7 @@ def compile_rubric(text: str, criteria: bool = False) -> jinja2.Template:
     import jinja2.meta
     import jinja2.sandbox
 
+    # Strict, so that a misspelt entry of the truth is an error instead of an empty line in every prompt.
     environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:
         names = jinja2.meta.find_undeclared_variables(environment.parse(text))
@@ -95,6 +96,7 @@ def compile_rubric(text: str, criteria: bool = False) -> jinja2.Template:
         raise ConfigError(
             "--reward judge: the rubric never shows the criterion to judge", hint="write {{ criterion }} in it"
         )
+    # A rubric that places nothing itself gets question, truth and answer appended.
     return environment.from_string(text if names else text.rstrip() + _ONE_CRITERION * criteria + _EPISODE)
 
 

@@ -46,6 +46,7 @@ async def scored(episode: Episode, scorer: Scorer, own_score: Score | None) -> E
         except ForgeError as error:
             return episode.updated(outcome=Outcome.ENVIRONMENT_ERROR, problem=str(error))
     try:
+        # A reward of a group is called once all of its episodes are there.
         if scorer.form == "group":
             return episode
         return (await score_again(scorer, [episode]))[0]
@@ -57,6 +58,7 @@ def not_scored(episode: Episode, error: Exception) -> Episode:
     """Return an episode whose outcome is an error of its reward or of the infrastructure. Raises a SpendingError."""
     if isinstance(error, SpendingError):
         raise error
+    # A lost replica says nothing about the answer, so it must not count as the judge's failure.
     infrastructure = isinstance(error, ReplicaError | InfrastructureError)
     outcome = Outcome.INFRASTRUCTURE_ERROR if infrastructure else Outcome.JUDGE_ERROR
     return episode.updated(outcome=outcome, problem=str(error))

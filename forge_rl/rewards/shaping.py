@@ -104,6 +104,7 @@ class CosineLength:
         if measured.total >= self.max_tokens:
             return self.exceeded
         short, long = (self.right_short, self.right_long) if is_right else (self.wrong_short, self.wrong_long)
+        # Half a cosine: `short` at length 0, `long` at max_tokens.
         value = long + (short - long) * (1 + math.cos(math.pi * measured.total / self.max_tokens)) / 2
         return value if is_right else value - self.repetition * measured.parts["repeated"]
 
@@ -140,6 +141,7 @@ class AdaptiveLength:
 
     def shape(self, measured: Sequence[Score], base_rewards: Sequence[float]) -> list[float]:
         """Return the lengths, scaled by the pass rate of the group."""
+        # At least 1 / K, so that a group without a right answer still prefers short ones.
         pass_rate = max(sum(base_reward >= self.right for base_reward in base_rewards), 1) / len(base_rewards)
         return [length.total * pass_rate for length in measured]
 
@@ -148,6 +150,7 @@ def repeated_share(episode: Episode, size: int) -> float:
     """Return the share of an episode's n-grams that occurred before in the same turn; 0 if it has none."""
     total = repeated = 0
     for turn in episode.turns:
+        # A set of hashes: the n-grams themselves would take `size` times the memory of the turn.
         tokens = turn.token_ids.tobytes()
         width = turn.token_ids.itemsize
         count = max(0, len(turn.token_ids) - size + 1)

@@ -86,6 +86,7 @@ def verify(dataset: str, params: Mapping[str, object], entry: _Entry, answer: st
 
     Runs in a confined process, as reasoning-gym's verifiers limit neither time nor memory.
     """
+    # reasoning-gym's scorers of these data sets evaluate the answer as code or accept a constant.
     if dataset in OWN:
         try:
             return OWN[dataset](answer, entry, params)
@@ -101,6 +102,7 @@ def verify(dataset: str, params: Mapping[str, object], entry: _Entry, answer: st
         return 0.0 if has_many or _accepts_gold(check, entry) else f"{type(error).__name__}: {error}"
     if not isinstance(score, int | float):
         return f"{score!r:.100} is not a number"
+    # NaN is a distance to an answer such as "nan". Checks only take away: they never raise a score.
     if math.isnan(score) or (score >= 1 and dataset in CHECKS and not CHECKS[dataset](answer, entry)):
         return 0.0
     return float(score)

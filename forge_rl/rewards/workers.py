@@ -64,6 +64,7 @@ class Workers:
         Raises:
             ForgeError: no process starts, or the function raises.
         """
+        # Processes and semaphores belong to the event loop that made them, and workers are shared by the whole process.
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._loop, self._room = loop, asyncio.Semaphore(self.processes)
             self._idle.clear()
@@ -72,11 +73,13 @@ class Workers:
             for _ in range(_TRIES):
                 process = self._idle.pop() if self._idle else await self._start()
                 try:
+                    # Counted from here, not from the wait for room, so that a long queue times nothing out.
                     async with asyncio.timeout(self.deadline_s):
                         answer = await _ask(process, call)
                 except TimeoutError:
                     await _end(process)
                     return None
+                # Cancelled between question and answer, the process would give the next caller this one's answer.
                 except BaseException:
                     await _end(process)
                     raise
@@ -99,6 +102,7 @@ class Workers:
             stdout=asyncio.subprocess.PIPE,
             cwd="/",
             env={
+                # An explicit environment: the parent's may hold API keys, which scored text must never reach.
                 "PYTHONPATH": os.pathsep.join(filter(None, map(os.path.abspath, sys.path))),
                 "PYTHONUNBUFFERED": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
@@ -154,6 +158,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
     """Serve calls until stdin closes, answering each with a line of JSON; anything a call prints goes to stderr."""
     end_with_parent()
+    # Answers get a descriptor of their own, and stdout goes to stderr: a library that prints would break the protocol.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
@@ -163,6 +168,7 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
     except ImportError as error:
         print(error, file=answers, flush=True)
         return
+    # Only after the imports, which read files and may start threads that the filter refuses.
     confine([Path(file).parent.parent for file in files if file])
     print("ready", file=answers, flush=True)
     while length := sys.stdin.buffer.read(_LENGTH.size):

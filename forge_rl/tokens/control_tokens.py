@@ -62,6 +62,7 @@ class ControlTokens:
         special = [token.content for id, token in self._added.items() if token.special and id in self._contents]
         self._all = _Forms(self._contents.values())
         self._special = _Forms(special)
+        # Two cheap signs of a control token: its first telling character, and the characters at its ends.
         heads = {_head(content) for content in self._contents.values()}
         ends = {content[index] for content in self._contents.values() for index in (0, -1)}
         self._heads = "".join(sorted(heads))
@@ -93,6 +94,7 @@ class ControlTokens:
         Raises:
             ModelError: the parts leave too few private-use characters unused, or are nested too deeply.
         """
+        # Replacements must occur nowhere in the text, or uncovering would change what a user wrote.
         texts = "".join(itertools.chain([rendered], *_strings(parts)))
         used_letters = set() if texts.isascii() else set(_PRIVATE.findall(texts))
         free = (chr(code) for code in itertools.chain(*_PRIVATE_CODES) if chr(code) not in used_letters)
@@ -114,6 +116,7 @@ class ControlTokens:
 
     def only_those_of(self, rendered: str, ids: Sequence[int]) -> bool:
         """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
+        # Findings of a regular expression are ambiguous if one token's end can be the next one's beginning.
         if self._all.overlap:
             return False
         rendered_ids = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
@@ -122,9 +125,12 @@ class ControlTokens:
     def encode(self, rendered: str, hidden: HiddenMessages) -> tuple[int, ...]:
         """Return the token ids of rendered hidden messages; text that was hidden yields no control tokens."""
         twin, names, ids = self._twin
+        # Two steps, in this order: the template's own tokens get secret names first, so that what is uncovered
+        # afterwards, the user's text, cannot read as any of them.
         text = hidden.uncover(self._all.pattern.sub(lambda match: names[match.group()], rendered))
         encoding = twin.encode(text, add_special_tokens=False)
         token_ids: list[int] = []
+        # A vocabulary may contain the piece "<think>" as ordinary text merges; spelled in smaller pieces, it is text.
         for token, id in zip(encoding.tokens, encoding.ids, strict=True):
             if id in ids:
                 token_ids.append(ids[id])
@@ -190,6 +196,7 @@ class _Forms:
         self._words = {words for form in forms for words in _words_of(form)}
         self._longest = max(map(len, forms), default=0)
         self._beginnings = {form[:length] for form in forms for length in range(1, len(form))}
+        # All proper prefixes and suffixes, to find what template text could complete to a control token.
         self._ends = {form[length:] for form in forms for length in range(1, len(form))}
         self.overlap = not self._beginnings.isdisjoint(self._ends)
         """True if one token's suffix can be another's prefix."""
@@ -227,6 +234,8 @@ class _CharacterMask:
             return {
                 self._name(name): self._name(entry)
                 if name in _LOOKED_UP and isinstance(entry, str)
+                # Arguments of calls are the model's as well, but may quote a page or a user, so all control tokens are
+                # text there.
                 else self.value(entry, by_model=by_model and name != "tool_calls")
                 for name, entry in value.items()
             }
@@ -242,6 +251,7 @@ class _CharacterMask:
         forms = self._special if by_model else self._strict
         if forms.completes(text):
             return text.translate(self._table)
+        # The model's own tags, such as <think>, stay tokens; its special tokens, and ends of them, are hidden.
         if by_model:
             return self._ends(forms.pattern.sub(lambda match: match.group().translate(self._table), text), forms)
         return self._mark(self._ends(text, forms))
@@ -266,6 +276,7 @@ def _strings(parts: Iterable[object]) -> tuple[list[str], list[str]]:
     """Return all strings in nested lists and objects: texts, and names (keys and values that templates compare)."""
     texts: list[str] = []
     names: list[str] = []
+    # A loop, not recursion: messages may be nested more deeply than Python's stack.
     pending = list(parts)
     while pending:
         value = pending.pop()
@@ -282,6 +293,7 @@ def _strings(parts: Iterable[object]) -> tuple[list[str], list[str]]:
 
 def _longest_of(forms: Iterable[str]) -> str:
     """Return a regular expression that matches the longest of some texts; its speed hardly depends on their number."""
+    # Forms that begin alike share a branch, so each position of the text is tried once and not once per token.
     by_first: dict[str, list[str]] = {}
     is_end = False
     for form in forms:

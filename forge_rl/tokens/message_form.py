@@ -28,7 +28,7 @@ def decoded_arguments(text: str) -> object:
 
 
 class MessageForm:
-    """Writes messages as one chat template reads them; what that is, is found by rendering some.
+    """Writes messages in the form that one chat template reads, which it finds by rendering probes.
 
         tokenizer.message_form.with_thoughts([{"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}])
 
@@ -68,6 +68,7 @@ class MessageForm:
         use = bool(answer.strip()), bool(message.get("tool_calls"))
         present, other = ("fields", "text") if fields else ("text", "fields")
         if self._shows(present, *use) or not self._shows(other, *use):
+            # All keys are set, as templates read one or another of them.
             return {**message, **dict.fromkeys(THOUGHT_KEYS, thought)} if fields else message
         plain = {key: field for key, field in message.items() if key not in THOUGHT_KEYS}
         return {**plain, **self._written(other, thought, answer)}
@@ -84,6 +85,7 @@ class MessageForm:
             thought, answer = (f"{name}-{secrets.token_hex(8)}" for name in ("THOUGHT", "ANSWER"))
             message = {"role": "assistant", **self._written(form, thought, answer if answers else "")}
             text = self._text({**message, **({"tool_calls": [_call({"key": "value"})]} if calls else {})})
+            # Exactly once: a template that copies a message's fields and its text would train the thought twice.
             self._shown[form, answers, calls] = text.count(thought) == 1 and (not answers or answer in text)
         return self._shown[form, answers, calls]
 
@@ -111,6 +113,7 @@ class MessageForm:
         value = secrets.token_hex(8)
         calls = [{"role": "assistant", "content": "", "tool_calls": [_call(form)]} for form in _forms(value)]
         as_object, as_text = map(self._text, calls)
+        # A template that prints a Python dict, with single quotes, does not know objects.
         reads_objects = value in as_object and f"{{'key': '{value}'}}" not in as_object
         return not reads_objects and f'{{"key": "{value}"}}' in as_text
 

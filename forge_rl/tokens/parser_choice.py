@@ -1,4 +1,4 @@
-"""What a model's chat template writes for calls and thoughts, which the parsers chosen for the model must read back."""
+"""Samples of calls and thoughts as a model's chat template writes them, which the model's parsers must read back."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ TOOL = {
     },
 }
 _ARGUMENTS = ({"a": 2, "s": "x"}, {"a": 31, "s": "y z"})
+# The first marker that the template contains decides, so specific ones stand before those that they contain or that
+# others also use.
 _SIGNS = {
     "<|tool_calls_section_begin|>": "kimi_k2",
     "<minimax:tool_call>": "minimax_m2",
@@ -109,6 +111,7 @@ def reasoning_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) ->
 def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
     """Return a call, two calls, and a call with text, as far as the chat template writes these."""
     samples: list[Sample] = []
+    # Parsers differ in exactly these: several calls at once, and text next to a call.
     for content, arguments in (("", _ARGUMENTS[:1]), ("", _ARGUMENTS), (_TEXT, _ARGUMENTS[:1])):
         message = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
         text = _written(tokenizer, message)
@@ -164,6 +167,7 @@ def _written(tokenizer: Tokenizer, message: Mapping[str, object]) -> str | None:
     if "add_numbers" not in text and _TEXT not in text:
         return None
     names = [tokenizer.hf.convert_ids_to_tokens(token) for token in tokenizer.stop_ids]
+    # The stop token ends a completion, so parsers never see it or what follows.
     end_positions = [position for name in names if name and (position := text.find(name)) >= 0]
     return text[: min(end_positions, default=len(text))]
 

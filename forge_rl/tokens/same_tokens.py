@@ -15,11 +15,12 @@ def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
         who: what errors call the model, such as "the teacher NAME".
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a token differs.
         ModelError: one has no tokenizer.
     """
     if folder.samefile(policy):
         return
+    # Logits of two models are compared id by id, so each id must be the same token in both.
     model_ids, policy_ids = (Tokenizer(path).hf.get_vocab() for path in (folder, policy))
     if different_tokens := sorted({token for token, _ in model_ids.items() ^ policy_ids.items()}):
         token = different_tokens[0]

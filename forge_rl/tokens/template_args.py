@@ -48,7 +48,7 @@ def read_template_args(texts: Sequence[str]) -> dict[str, object]:
 
 
 def check_template_args(args: Mapping[str, object], template: str) -> None:
-    """Refuse variables that the chat template does not have, as they would be without effect.
+    """Refuse variables that the chat template does not have, as they would have no effect.
 
     Raises:
         ConfigError: names the variable.
@@ -58,6 +58,8 @@ def check_template_args(args: Mapping[str, object], template: str) -> None:
     import jinja2  # not for --help
 
     try:
+        # The lexer yields names inside of Jinja's tags alone, so a word in the template's prose does not count as a
+        # variable.
         words = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}  # without prose
     except jinja2.TemplateSyntaxError:
         words = set(re.findall(r"\w+", template))

@@ -1,4 +1,4 @@
-"""Tells a completion's thoughts from its answer: thoughts are neither graded, nor are calls in them run."""
+"""Separates a completion's thoughts from its answer: thoughts are not graded, and calls in them are not run."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def without_thoughts(text: str, tags: tuple[str, str] = _TAGS[0], *, is_open: bo
     for tag in re.finditer(f"{re.escape(opening)}|{re.escape(closing)}", text):
         if tag.group() == closing:
             if not is_open:
+                # A closing tag without an opening one: all before it was a thought that the prompt has opened.
                 parts.clear()
             is_open, begin = False, tag.end()
         elif not is_open:
@@ -82,6 +83,7 @@ class Thoughts:
         """Whether thoughts are messages on a channel of their own, as gpt-oss writes them."""
         in_template = [tags for tags in _TAGS if any(tag in template for tag in tags)]
         in_vocabulary = [tags for tags in _TAGS if tags[1] in added_vocab]
+        # The template knows best; a vocabulary may have tags that its model never writes.
         self.tags = (*in_template, *in_vocabulary, *_TAGS)[0]
         """Opening and closing tag."""
         self.expected = bool(self.is_harmony or in_template)
@@ -94,6 +96,7 @@ class Thoughts:
         """Return True if a prompt ends within a thought."""
         ids = np.asarray(prompt_ids, np.int32)
         opening, closing = self._ids
+        # The tags are no tokens of their own in this vocabulary, so only the prompt's text can tell.
         if opening < 0 or closing < 0:
             tail = self._hf.decode(ids[-16:].tolist(), skip_special_tokens=False)
             return bool(tail.rstrip().endswith(self.tags[0]))
@@ -113,6 +116,7 @@ class Thoughts:
         ids = np.asarray(token_ids, np.int32)
         if self.is_harmony:
             return self._final(ids)
+        # Tags that are ordinary tokens are in the text; special ones are not, so tokens must be searched instead.
         if not self._is_special:
             answer = without_thoughts(text, self.tags, is_open=self.opened(prompt_ids))
             return None if answer == text else answer

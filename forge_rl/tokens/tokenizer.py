@@ -162,6 +162,7 @@ class Tokenizer:
         if (calls or has_tools(messages, tools)) and not self.shows_tools:
             messages, tools, calls = as_text(messages, ()), (), ()
         render = partial(self._after_completion, settings=settings)
+        # With the calls if the template can show them, as some refuse a tool's output that no call asked for.
         delta = self._encode_rendered(render, messages, tools, calls) if calls else None
         if delta is None:
             delta = self._encode_rendered(render, messages, tools, ())
@@ -225,6 +226,7 @@ class Tokenizer:
         if self.thoughts.is_harmony or not np.isin(np.asarray(ids), self._tag_ids).any():
             return text
         tagged, plain = self.tagged(ids), self.decode(ids)
+        # Cut at the same distance from the end as the plain text was by a stop string.
         return tagged[: len(tagged) - len(plain) + len(text)] if plain.startswith(text) else tagged
 
     def text_stream(self, prompt_ids: TokenIds, *, skip_special: bool = True) -> TextStream:
@@ -335,6 +337,7 @@ class Tokenizer:
         ids = self.encode(text)
         if self.parse_control_tokens or not self.control.may_occur(parts, text):
             return ids
+        # The slow path, a second rendering, is taken only if text in a message could read as a control token.
         hidden = self.control.hide(parts, text)
         rendered = text if hidden.parts == parts else render(*hidden.parts)
         if rendered is None:

@@ -83,8 +83,8 @@ class ToolParser:
                 gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted there is
-        none. Text that the parser cannot read is content."""
+        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted in a
+        thought does not count. Text that the parser cannot read is content."""
         await self.load()
         from forge_rl.tokens import vllm_parsers as vllm
 
@@ -93,6 +93,7 @@ class ToolParser:
         parser, ids = self.cls(self._tokenizer.hf, request.tools), turn.token_ids.tolist()
         if self._thoughts.is_harmony:
             return read_calls(parser, request, turn.text, ids)
+        # Parsers that need special tokens in the text say so by changing `skip_special_tokens`.
         parser.adjust_request(request)
         text = without_thoughts(turn.text, self._thoughts.tags)
         content, calls = read_calls(parser, request, self._with_markers(text, ids, request), [])
@@ -103,6 +104,7 @@ class ToolParser:
         special_ids = set(self._tokenizer.hf.all_special_ids)
         if request.skip_special_tokens or special_ids.isdisjoint(ids):
             return text
+        # The stop token is not part of the completion's text, and would otherwise look like a marker.
         if ids[-1] in self._tokenizer.stop_ids:
             ids = ids[:-1]
         if special_ids.isdisjoint(ids):
@@ -156,6 +158,7 @@ def parser_for(tokenizer: Tokenizer) -> str:
         return tool_parser_by_sign(tokenizer)
     from forge_rl.tokens import vllm_parsers as vllm
 
+    # Names prove little: a parser is chosen only if it reads back what the model's own template writes.
     for name in tool_parsers_to_try(tokenizer, vllm.ToolParserManager.list_registered()):
         if _reads(name, "", tokenizer, samples):
             return name
@@ -297,6 +300,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
+    # CPU time of this thread, so that a machine under load does not make well-formed calls late.
     deadline = time.thread_time() + seconds
     runs = True
 
@@ -309,6 +313,7 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
         return function()
     finally:
+        # First of all: a signal that arrives during the clean-up must raise nothing.
         runs = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -37,6 +37,7 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
     texts: list[dict[str, object]] = []
     if tools:
         introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        # One system message: templates take it only at the beginning.
         if messages and messages[0]["role"] == "system":
             introduction = f"{messages[0]['content']}\n\n{introduction}"
             messages = messages[1:]
@@ -46,6 +47,7 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
         if role == "tool":
             content = f"<tool_response>\n{content}\n</tool_response>"
+            # Outputs of several calls go into one user message, as many templates require roles to alternate.
             if after_tool:
                 texts[-1]["content"] = f"{texts[-1]['content']}\n{content}"
                 continue

@@ -45,7 +45,9 @@ def find_turn_ends(
             text = render(messages)
         except ModelError:
             return None
+        # Random texts cannot occur in the template, so what is between them is the template's own.
         after = text.partition(answer)[2].partition(question)[0]
+        # The first control token ends the turn; what follows it, such as a line break, separates turns.
         return next((token for token in encode(after) if token in controls), None)
 
     return TurnEnds(

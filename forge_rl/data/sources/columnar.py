@@ -37,6 +37,7 @@ class Arrow:
         self.path = path
         self._batches = batches
         self._size = path.stat().st_size
+        # Row number of the first row of each batch, and the total: a row's batch is found by bisection.
         self._starts = [0, *itertools.accumulate(map(len, batches))]
         if batches:
             _check_names(path, batches[0].schema)
@@ -49,10 +50,12 @@ class Arrow:
         return row
 
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
+        # Reading past the end of a mapped file that has shrunk would kill the process with SIGBUS.
         if self.path.stat().st_size != self._size:
             raise changed(self.path)
         while first < end:
             index = bisect.bisect_right(self._starts, first) - 1
+            # A few rows at a time become Python objects, as a batch may have thousands of long ones.
             batch = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))
             yield from enumerate(batch.to_pylist(), first)
             first += len(batch)
@@ -78,6 +81,7 @@ def open_arrow(path: Path, cache: Path) -> Arrow:
 
     try:
         with path.open("rb") as file:
+            # Arrow and Feather files begin with ARROW1; an Arrow stream does not, and can be mapped as it is.
             in_place = path.suffix.lower() != ".parquet" and file.read(6) != b"ARROW1"
         stream = path if in_place else derived(path, cache, ".arrow", partial(_write_stream, path))
         with pa.memory_map(str(stream)) as memory_map:  # the batches keep the memory, not the file
@@ -103,6 +107,7 @@ def _parquet(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
 
     file = pq.ParquetFile(path)
     size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
+    # As many rows as make about _COPIED_BYTES, by their mean size; at most 65,536.
     rows = max(1, _COPIED_BYTES * file.metadata.num_rows // max(1, size))
     return file.schema_arrow, file.iter_batches(min(rows, 1 << 16), use_threads=False)
 

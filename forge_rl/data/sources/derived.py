@@ -29,6 +29,7 @@ def derived(path: Path, cache: Path, suffix: str, write: Callable[[BinaryIO], No
         with temporary_path.open("wb") as file:
             write(file)
 
+    # The name holds the source's state, so that a changed file gets a new copy and two runs share one.
     made_from = (str(path.resolve()), path.stat().st_mtime_ns, Identity.of(path))
     target = cache / f"{hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]}{suffix}"
     try:
@@ -69,5 +70,6 @@ def decompressed(path: Path, cache: Path, compression: str) -> Path:
 def check_room(file: BinaryIO, path: Path) -> None:
     """Raise TaskError if a copy takes more than half of the free space, so that no file can fill the disk."""
     folder = Path(file.name).parent
+    # What is written is gone from the free space, so at this point the copy takes half of what there was.
     if file.tell() > shutil.disk_usage(folder).free:
         raise TaskError(f"the copy of {path} takes more than half of the free space in {folder.parent}", hint=_HINT)

@@ -50,6 +50,7 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
     if path.is_dir():
         return _in_folder(path, split)
     if path.exists():
+        # An existing file comes first: its name may contain characters of patterns.
         files = [path]
     else:
         files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
@@ -107,6 +108,7 @@ def _open(path: Path, cache: Path) -> Table:
 
 def _suffix(path: Path) -> str:
     """Return the suffix that indicates the kind, without the compression suffix of JSON lines."""
+    # "x.jsonl.gz" counts as .jsonl, but "x.csv.gz" as .gz, which is not supported.
     inner = Path(path.stem).suffix.lower()
     return inner if path.suffix in COMPRESSIONS and inner in (".jsonl", ".ndjson") else path.suffix.lower()
 
@@ -120,6 +122,7 @@ def _check_shards(files: Sequence[Path], pattern: str = "") -> None:
     Raises:
         TaskError: names the missing shards.
     """
+    # A missing shard would silently train on a part of the data set.
     existing = {str(path) for path in files}
     for path in files:
         if (name := _SHARD.fullmatch(path.name)) is None or int(name["all"]) > _MOST_SHARDS:
@@ -127,6 +130,7 @@ def _check_shards(files: Sequence[Path], pattern: str = "") -> None:
         width = len(name["number"])
         names = [f"{name['before']}{n:0{width}}-of-{name['all']}{name['after']}" for n in range(int(name["all"]))]
         paths = [str(path.with_name(file_name)) for file_name in names]
+        # With a pattern, shards that it does not match are left out on purpose.
         missing = [shard for shard in paths if shard not in existing and (not pattern or fnmatch(shard, pattern))]
         if missing:
             raise TaskError(
@@ -138,6 +142,7 @@ def _check_shards(files: Sequence[Path], pattern: str = "") -> None:
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
     """List the files in a folder, which must all be of one kind."""
+    # Folders that `datasets` wrote list their own splits and files; any other folder is searched.
     if (splits_file := folder / "dataset_dict.json").is_file():
         splits = _read_names(splits_file, "splits")
         if split not in splits:

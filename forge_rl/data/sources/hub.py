@@ -24,6 +24,7 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
     except Exception as error:  # `datasets` lets errors of a dozen libraries through
         cause: BaseException | None = error
         chain = []
+        # The gate's error may be wrapped several times, so the whole chain is searched.
         while cause is not None:
             chain.append(cause)
             cause = cause.__cause__ or cause.__context__

@@ -88,6 +88,7 @@ class IterableSource:
         while True:
             if self._begun is None:
                 self._begun = self._pass(self._epoch)
+            # A whole pass without a task would repeat forever; a part of one, after a restart, may just be at its end.
             is_whole_pass = self._index == 0
             for item in self._begun:
                 self._index += 1
@@ -114,6 +115,7 @@ class IterableSource:
         fruitless = 0
         for item in self._pass(None):
             task, problem = self._task(item)
+            # An endless iterable has no end to wait for; the search stops once new problems become rare.
             fruitless = 0 if problem not in held_out_tasks and self._is_held_out(problem) else fruitless + 1
             if self._is_held_out(problem):
                 held_out_tasks.setdefault(problem, task)
@@ -140,6 +142,7 @@ class IterableSource:
             )
         skip = index
         if self._once:
+            # A bare iterator cannot go back: only items after its current place can be skipped.
             skip = index - self._index
             if skip < 0:
                 raise TaskError(
@@ -174,10 +177,12 @@ class IterableSource:
         if epoch is None or not isinstance(items, Sequence):
             return iter(items)
         size, key = len(items), key_of(self.seed, epoch)
+        # Shuffled without a list of indices: any place of any epoch is computed from seed and epoch.
         return (items[permuted(place, size, key)] for place in range(size))
 
     def _task(self, item: Item) -> tuple[Task, int]:
         if isinstance(item, Task):
+            # A task keeps its id, but belongs to the source that the mixture draws from.
             return replace(item, source=self.name), prompt_key(item.messages)
         try:
             if not isinstance(item, Mapping):
@@ -187,4 +192,6 @@ class IterableSource:
             raise TaskError(f"source {self.name!r}, item {self._index}: {error}", hint=error.hint) from None
 
     def _is_held_out(self, problem: int) -> bool:
+        # A problem's key is a uniform 64-bit hash, so this share of problems is held out, whatever the order or the
+        # seed.
         return problem < self.held_out_share * 2**64

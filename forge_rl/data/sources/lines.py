@@ -54,6 +54,7 @@ class JSONLines:
 
     def row(self, index: int) -> object:
         begin, end = self._starts[index : index + 2].tolist()
+        # One byte more than allowed is enough to see that a row is too long, without reading all of it.
         data = self._file.read(begin, min(end, begin + MOST_ROW_BYTES + 1)).rstrip(b"\r\n")
         return data if data.strip(_BLANKS) else BLANK
 
@@ -75,6 +76,8 @@ class JSONLines:
             raise RowError(f"cannot be read: {error}", value=line) from None
 
     def describe(self, row: int) -> str:
+        # Counted only for a message: rows may span several lines, and lines may be blank, so a row's number is not its
+        # line's.
         lines, bytes_left = 1, int(self._starts[row])
         with self._text.open("rb") as file:
             while bytes_left > 0 and (data := file.read(min(bytes_left, _READ_BYTES))):
@@ -95,9 +98,11 @@ class DelimitedLines(JSONLines):
 
     def __init__(self, path: Path, cache: Path, delimiter: str) -> None:
         super().__init__(path, cache, quotes=True)
+        # The module's default is 128 KiB; the setting is global to the process.
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
             head = file.read(int(self._starts[1]))
+        # The first row names the columns; it is not counted from here on.
         self._starts = self._starts[1:]
         try:
             first = _line(head).decode()
@@ -111,6 +116,7 @@ class DelimitedLines(JSONLines):
             raise TaskError(f"{path}: the first row {problem}", hint="name each column once in the first row")
 
     def parse(self, row: object) -> Mapping[str, object]:
+        # Bytes that are not UTF-8 become surrogates first, so that the error can name their column.
         fields = self._fields(_line(row).decode(errors="surrogateescape"))
         if len(fields) != len(self.columns):
             raise RowError(
@@ -137,6 +143,7 @@ class DelimitedLines(JSONLines):
 
 def _delimiter_of(first: str) -> str:
     """Guess a CSV file's delimiter from its first row: spreadsheets write semicolons where the comma is decimal."""
+    # A comma between quotes belongs to a name.
     plain = re.sub(r'"[^"]*"', "", first)
     return "," if "," in plain else max(";\t|", key=plain.count) if set(";\t|") & set(plain) else ","
 
@@ -214,6 +221,7 @@ def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
     offset = num_quotes = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
+            # NumPy finds all breaks of a MiB in one call, instead of one step of Python per line.
             letters = np.frombuffer(data, np.uint8)
             breaks = np.flatnonzero(letters == ord("\n"))
             if quotes:  # a break ends a row if the number of quotes before it is even
@@ -228,4 +236,5 @@ def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
             hint='write a quote inside a field as "", and quote the whole field',
         )
     starts = np.concatenate(start_parts)
+    # A last line without a line break still ends at the end of the file.
     return starts if starts[-1] == offset else np.append(starts, offset)

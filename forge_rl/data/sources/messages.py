@@ -1,4 +1,4 @@
-"""Turns chat messages as data sets write them into those that chat templates read."""
+"""Converts the chat messages of data sets to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -147,16 +147,19 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
     if fillers:
         message = {name: without_nulls(field) for name, field in message.items()}
     if message["role"] in _CALLED:
+        # ShareGPT writes a call as the text of a message of its own role.
         calls = _calls(column, location, message.pop("content", None))
         message |= {"role": "assistant", "tool_calls": calls}
     else:
         calls = _calls(column, location, message.pop("tool_calls", None) or _former_call(message))
         message |= {"tool_calls": calls} if calls else {}
+    # A refusal in OpenAI's format stands in place of the content, and is what the model said.
     if message.get("content") is None and isinstance(message.get("refusal"), str):
         message["content"] = message.pop("refusal")
     content, thoughts = _content(column, location, message.get("content"))
     if _THOUGHT_LIST in message:
         thought_parts = message.pop(_THOUGHT_LIST)
+        # The parts repeat the text of thoughts where both are there.
         if not thoughts and not any(message.get(key) for key in _THOUGHTS):
             thoughts = _content(column, location, _readable(thought_parts))[1]
     for key in _THOUGHTS:
@@ -165,9 +168,11 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
     if not (isinstance(content, str) or (content is None and (calls or any(thoughts)))):
         raise RowError(f"{location} without content", column=column, value=entry)
     message |= {} if content is None else {"content": content}
+    # The same thoughts under two keys count once; dict.fromkeys keeps their order.
     if thoughts := [thought for thought in dict.fromkeys(thoughts) if thought]:
         message[_THOUGHTS[0]] = "\n".join(thoughts)
     for key in _TRAINED:
+        # Only "weight" is surely about training; "loss" and the like are left alone unless they are booleans.
         if key in message and (key == _TRAINED[0] or isinstance(message[key], bool)):
             weight = message.pop(key)
             if weight not in (0, 1):
@@ -184,7 +189,7 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
 
 
 def _renamed(entry: object) -> object:
-    """Return a message with the keys and roles of chat templates, where it has ShareGPT's or OpenAI's former ones."""
+    """Rename a message's keys and roles from ShareGPT's, and OpenAI's former ones, to those of chat templates."""
     if not isinstance(entry, Mapping):
         return entry
     role = entry.get("role")
@@ -198,7 +203,7 @@ def _renamed(entry: object) -> object:
 
 
 def _readable(thought_parts: object) -> object:
-    """Leave out thoughts that a provider encrypted, or of which it gave only the signature."""
+    """Leave out thoughts that a provider encrypted, or for which it gave only a signature."""
     if not isinstance(thought_parts, list):
         return thought_parts
     return [
@@ -273,6 +278,7 @@ def _call(column: str, location: str, call: object) -> dict[str, object]:
         arguments = _parsed(column, subject, arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping | None):
         raise RowError(f"{subject} not an object", column=column, value=arguments)
+    # Without the inner level: the call is the function itself.
     if function is call:
         call, function = {"type": "function", "id": call.get("id")}, {"name": function["name"]}
     call_fields, function_fields = (

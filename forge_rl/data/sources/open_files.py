@@ -1,4 +1,4 @@
-"""Files read at offsets, of which the last ones stay open."""
+"""Files that are read at offsets; the most recently opened ones stay open."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ class OpenFile:
             TaskError: the file has another size than before.
             OSError: the file cannot be read.
         """
+        # A local reference keeps the descriptor open during the read, even if another thread drops it meanwhile.
         descriptor = self._descriptor or self._open()
         if os.fstat(descriptor.number).st_size != self._size:
             raise changed(self._named)
+        # pread takes the offset as an argument: threads share the descriptor without moving a common position.
         return os.pread(descriptor.number, end - begin, begin)
 
     def _open(self) -> _Descriptor:

@@ -31,14 +31,18 @@ def permuted(place: int, size: int, key: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _permuted(chunk: int, size: int, key: int) -> list[int]:
-    """Return up to _AT_ONCE numbers of a permutation."""
+    """Return the `chunk`-th _AT_ONCE numbers of a permutation; fewer at its end."""
+    # The network permutes 2 half bits, at most four times the size, so numbers are walked fewer than four times on
+    # average.
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     numbers = np.arange(chunk * _AT_ONCE, min((chunk + 1) * _AT_ONCE, size), dtype=np.uint64)
     pending = np.arange(len(numbers))
+    # Cycle walking: numbers at or above size are permuted again. The cycle returns to the range, as it began in it.
     while len(pending):
         left, right = numbers[pending] >> half, numbers[pending] & mask
         for number in range(_ROUNDS):
+            # One Feistel round: (L, R) becomes (R, L xor F(R, key, round)), which is invertible for any F.
             left, right = right, left ^ (_mix(right ^ np.uint64(key ^ number << 40)) & mask)
         numbers[pending] = left << half | right
         pending = pending[numbers[pending] >= size]

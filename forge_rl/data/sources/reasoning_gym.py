@@ -89,6 +89,7 @@ class ReasoningGymSource:
         Raises:
             TaskError: all questions are held out, or the data set fails with these parameters.
         """
+        # A run of this many held-out questions has a chance of about e^-200, unless all of them are.
         for _ in range(math.ceil(200 / (1 - self.held_out_share))):
             entry = self._stream[self._index]
             self._index += 1
@@ -107,6 +108,7 @@ class ReasoningGymSource:
         """
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self._described()} is held out", hint="set a held-out share above 0")
+        # A stream of its own, so that held-out tasks are the same for every seed.
         stream = _Stream(self.dataset, self.params, "held out")
         held_out_tasks: dict[str, Task] = {}
         index = last_new = 0
@@ -130,6 +132,7 @@ class ReasoningGymSource:
         """Resume from a saved position; raises TaskError if the state belongs to another stream."""
         index = state.get("index")
         expected = {**self.state(), "index": index}
+        # Compared as JSON, as a saved state is: tuples in the parameters come back as lists.
         if not isinstance(index, int) or _as_json(expected) != _as_json(dict(state)):
             raise TaskError(
                 f"the saved state of source {self.name!r} belongs to another stream: {dict(state)}, not {expected}",
@@ -148,6 +151,7 @@ class ReasoningGymSource:
         name, better = _COPIED.get(self.dataset, ("", ""))
         if not name:
             return
+        # Tried on a sample, as whether copies are right depends on the parameters and not only on the data set.
         entries = [self._stream[index] for index in range(_TRIED_ENTRIES)]
         copies = sum(_metadata(entry).get(name) == entry["answer"] for entry in entries)
         if copies > _MOST_COPIES * len(entries):
@@ -188,6 +192,7 @@ def problem_of(entry: Mapping[str, object]) -> list[str]:
     shares nothing with the question, any word may matter, and the problem is the whole question.
     """
     question = _TOKEN.findall(str(entry["question"]).lower())
+    # Words of the question that are not in the metadata are taken for wording, which the data set varies.
     content = set(_TOKEN.findall(" ".join(_leaves(entry.get("metadata"))).lower())) - _NO_CONTENT
     if content.isdisjoint(question):
         return question
@@ -227,6 +232,7 @@ class _Stream:
 
     def __getitem__(self, index: int) -> dict[str, object]:
         chunk, within = divmod(index, _CHUNK)
+        # One chunk is kept: a stream is read from front to back, and a resumed one makes only the chunk it is in.
         if chunk != self._chunk:
             self._entries, self._chunk = self._make(chunk), chunk
         try:

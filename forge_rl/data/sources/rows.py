@@ -113,9 +113,11 @@ class Columns:
         """
         _check_unread(row)
         prompt_column, messages, answers = self._example(row)
+        # Before instruction and system message are added, so that neither changes which problems are held out.
         problem = prompt_key(messages)
         tools_column = self.tools or next((name for name in _TOOLS if _holds_tools(name, row.get(name))), "")
         tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
+        # Whatever the prompt does not use is kept for rewards, under its own name.
         truth = {name: value for name, value in row.items() if name not in (prompt_column, tools_column)}
         system = self.system
         if not self.template and prompt_column != _SYSTEM and messages[0]["role"] != "system":
@@ -175,6 +177,7 @@ class Columns:
         sides = [_answer(name, row) for name in names]
         if sides[0] == sides[1]:
             raise RowError(f"is the same as {names[1]!r}", column=names[0], value=sides[0][-1].get("content"))
+        # Answers alone need a column with their prompt; whole conversations share their beginning, which is the prompt.
         if any(side[0]["role"] == "assistant" for side in sides):
             prompt_column, prompt = self._messages(row)
             _check_prompt(prompt_column, prompt)
@@ -257,6 +260,7 @@ class Columns:
                     f"the template {text!r} uses no column",
                     hint=f"write {{{{ column }}}}, or give a file that ends in {_TEMPLATE_SUFFIXES[0]}",
                 )
+            # StrictUndefined: a misspelt column is an error instead of an empty prompt.
             environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
             return environment.from_string(text)
         except (OSError, UnicodeDecodeError) as error:
@@ -292,6 +296,7 @@ def _digest(data: bytes) -> int:
 def _get(row: Mapping[str, object], column: str) -> object:
     """Return the value of a column, or of a field inside one."""
     value = row.get(column, _NO_COLUMN)
+    # A column whose own name has a dot comes first.
     if value is _NO_COLUMN and "." in column:
         value = row
         for part in column.split("."):
@@ -331,7 +336,7 @@ def _fills(row: Mapping[str, object]) -> bool:
 
 
 def _check_unread(row: Mapping[str, object]) -> None:
-    """Refuse columns that say what the model is shown in a way that training does not follow."""
+    """Refuse columns that change what a model is shown in ways that training does not follow."""
     for name in _MEDIA:
         media = row.get(name)
         is_media = isinstance(media, list | bytes) or (isinstance(media, Mapping) and "bytes" in media)

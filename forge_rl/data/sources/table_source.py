@@ -76,6 +76,7 @@ class TableSource:
         self._position = 0
         self._drawn = 0
         """Rows drawn since this source was made."""
+        # One byte a row; empty until rows are left out.
         self._left_out = np.zeros(0, np.bool_)
         self._last_rows: OrderedDict[str, int] = OrderedDict()
         """Rows of the tasks drawn last, by the tasks' ids."""
@@ -101,6 +102,7 @@ class TableSource:
         for _ in range(2 * len(self)):  # includes a whole epoch, wherever it begins
             epoch, place = divmod(self._position, len(self))
             self._position += 1
+            # The position alone decides the row, so resuming is one assignment, whatever the size of the files.
             row = permuted(place, len(self), key_of(self.seed, epoch))
             if (read_row := self._read(row)) is None:
                 continue
@@ -126,6 +128,7 @@ class TableSource:
         if tasks > 0 and self.held_out_share == 0:
             raise TaskError(f"nothing of {self.name!r} is held out", hint="set --data.held-out-share, or --eval-tasks")
         held_out_tasks: dict[int, Task] = {}
+        # A fixed key instead of the seed: every run of these files evaluates the same tasks, in the same order.
         key = key_of("held out")
         for place in range(len(self) if tasks > 0 else 0):
             row = permuted(place, len(self), key)
@@ -134,6 +137,7 @@ class TableSource:
             if read_row.error is not None and self.max_bad_rows == 0:
                 raise self.failure(read_row)
             if read_row.task is not None and self.is_held_out(read_row.problem) and not self._is_left_out(row):
+                # A problem that several rows word differently is evaluated once.
                 held_out_tasks.setdefault(read_row.problem, read_row.task)
             if len(held_out_tasks) == tasks:
                 break
@@ -217,6 +221,7 @@ class TableSource:
         if not isinstance(position, int) or position < 0:
             raise TaskError(f"the saved state of source {self.name!r} is malformed: {dict(state)}")
         expected = {**self.state(), "position": position}
+        # Compared first, as changed files are the likeliest cause, and the message can say how they differ.
         if state.get("files") != expected["files"]:
             difference = _difference(state.get("files"), self._files)
             raise TaskError(
@@ -247,6 +252,7 @@ class TableSource:
 
     def _count_bad(self, read_row: ReadRow) -> None:
         self.bad_rows += 1
+        # A share of few rows says little: the first bad row of ten must not end a run that allows 1%.
         if self.bad_rows <= self.max_bad_rows * max(self._drawn, _FEW_ROWS):
             return
         if self.max_bad_rows == 0:

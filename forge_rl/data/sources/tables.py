@@ -85,6 +85,7 @@ class Identity:
         digest = hashlib.blake2b(digest_size=8)
         with path.open("rb") as file:
             for sample in range(_SAMPLES):
+                # Evenly from the first byte to the last 4 KiB; hashing all of a large file would delay every start.
                 file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(file.read(_SAMPLE_BYTES))
         return cls(size, digest.hexdigest())
