@@ -21,6 +21,7 @@ import hmac
 import json
 import shlex
 import socket as sockets
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,17 +105,25 @@ class World:
         if not callable(self.factory):
             raise ConfigError(f"the environment {config.env} runs whole episodes itself", hint="use one with steps")
         self._mixture = self._tasks(0)
+        # Resets draw in threads, and neither a mixture nor its sources may be used by two at once.
+        self._drawing = threading.Lock()
         self.sessions = 0
 
     def task(self, seed: int | None) -> Task:
         """Return the first task of a seed, or the next task without one."""
-        mixture = self._mixture if seed is None else self._tasks(seed)
-        return mixture.draw_from(mixture.source_order(1)[0])
+        if seed is not None:
+            return _drawn(self._tasks(seed))
+        with self._drawing:
+            return _drawn(self._mixture)
 
     def _tasks(self, seed: int) -> Mixture:
         if self.config.tasks:
             return self.config.data.build(self.config.tasks, seed=seed)
         return Mixture(sources_of(self.factory, seed))
+
+
+def _drawn(mixture: Mixture) -> Task:
+    return mixture.draw_from(mixture.source_order(1)[0])
 
 
 class Session:

@@ -212,7 +212,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
             if call.error:
                 console.print(Padding(Text(visible(call.error), "red"), (0, 0, 0, 4), expand=False))
         console.print(Padding(Text(_numbers(record, turn, tokens, place), "dim"), (0, 0, 0, 2), expand=False))
-    if episode.output is not None and episode.output != episode.turns[-1].text:
+    # An agent may return a text without having called the policy.
+    if episode.output is not None and (not episode.turns or episode.output != episode.turns[-1].text):
         _print_message(console, {"role": "result", "content": episode.output})
     console.print()
 

@@ -21,10 +21,8 @@ from pathlib import Path
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl import Task
 from forge_rl.engines.platform import resolve_dtype
-from forge_rl.forecast.probe import this_device
-from forge_rl.forecast.roofline import CPU_EFFICIENCY
 from forge_rl.forecast.search import Forecast, Machines, measured_forecast, read_policy
-from forge_rl.forecast.transfer import CPU_COSTS
+from forge_rl.forecast.show import this_machine
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.state import ScheduleConfig
@@ -83,9 +81,7 @@ def measure(config: Config, report: Report) -> None:
 
 def _machine() -> Machines:
     policy = read_policy(resolve_model(MODEL, default_cache()).resolve(), reference=False, values=False)
-    a = policy.architecture
-    device = this_device(a.dim, a.hidden_dim, resolve_dtype("auto"))
-    return Machines(device=device, per_host=1, use=CPU_EFFICIENCY, costs=CPU_COSTS)
+    return this_machine(policy, resolve_dtype("auto"))
 
 
 def _predict(

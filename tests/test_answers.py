@@ -129,6 +129,38 @@ def test_hostile_formulas_are_bounded(text: str):
     kind_of(text)
 
 
+def test_decimals_beyond_the_largest_double_are_compared():
+    true = f"1{'0' * 320}.5"
+    for answer, right in ((true, True), (f"1{'0' * 320}.6", False), (f"2{'0' * 320}.5", False), ("1.5", False)):
+        assert scored(Maths(), asked(true), f"\\boxed{{{answer}}}") == right
+    assert scored(Maths(), asked("0.1234567890123456"), f"\\boxed{{{true}}}") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "same", "different"),
+    [
+        ("sin x cos x", r"\sin(x)\cos(x)", r"\sin(x\cos(x))"),
+        ("sin xcos x", r"\sin x \operatorname{cos} x", r"\sin(x\cos(x))"),
+        (r"\sin x \mathrm{cos} x", r"\cos(x)\sin(x)", r"\sin(x\cos(x))"),
+        ("2 ln x exp(x)", r"2\ln(x)\exp(x)", r"2\ln(x\exp(x))"),
+        ("sin 2x", r"\sin(2x)", r"x\sin(2)"),
+        ("sin 2x cos 3x", r"\sin(2x)\cos(3x)", r"\sin(2x\cos(3x))"),
+        ("sin x y", r"\sin(xy)", r"y\sin(x)"),
+        (r"\cos 2\sqrt{3}x", r"\cos(2\sqrt{3}x)", r"\cos(2)\sqrt{3}x"),
+        ("cos 2 sqrt(3) x", r"\cos(2\sqrt{3}x)", r"\cos(2)\sqrt{3}x"),
+        (r"\cos x\sqrt{x}", r"\cos(x)\sqrt{x}", r"\cos(x\sqrt{x})"),
+        ("cos x sqrt(x)", r"\cos(x)\sqrt{x}", r"\cos(x\sqrt{x})"),
+    ],
+)
+def test_the_argument_of_a_function_without_brackets_ends_before_the_next_function(
+    text: str, same: str, different: str
+):
+    assert equal(text, same)
+    assert equal(same, text)
+    assert not equal(text, different)
+    assert not equal(different, text)
+
+
 def test_random_text_of_signs_is_read_or_refused():
     signs, drawn = "0159xye+-*/^=()[]{},.:!%|\\ $<>", random.Random(0)
     for _ in range(2000):

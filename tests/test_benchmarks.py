@@ -203,6 +203,10 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
     assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=2))) == 0.0
     assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=True))) == 0.0, "true is not 1"
     assert score_of("bfcl", parallel, "", (calls[0], call("f", x=[True, "ab"]), calls[2])) == 0.0, "nor in a list"
+    truth = {"ground_truth": [{"f": {"x": [1, 2]}}, {"f": {"x": [1, 4]}}]}
+    overlapping = Task(id="o", source="bfcl", messages=(), truth=truth)
+    for first, second, total in ((1, 2, 1.0), (2, 1, 1.0), (1, 4, 1.0), (4, 2, 1.0), (2, 2, 0.0), (4, 4, 0.0)):
+        assert score_of("bfcl", overlapping, "", (call("f", x=first), call("f", x=second))) == total, (first, second)
     nan = ToolCall(id="1", name="f", arguments='{"x": NaN}')
     assert score_of("bfcl", parallel, "", (*calls[:2], nan)) == 0.0
 

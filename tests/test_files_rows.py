@@ -1,6 +1,7 @@
 """Sources from files: lines, cells and columns become tasks, and bad rows are passed over."""
 
 import json
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,21 @@ def test_a_row_without_end_is_one_bad_row_of_which_a_part_is_read(
     assert len(set(questions(draw(source(path, bad=0.5), 9)))) == 9
     with pytest.raises(TaskError, match=r"the row has no end within 64 MiB: .{1,90}\n"):
         draw(source(path), 15)
+
+
+def test_of_a_csv_without_line_breaks_no_more_than_a_row_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MOST_ROW_BYTES", 1 << 17)
+    (tmp_path / "a.csv").write_bytes(b"a" * (16 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TaskError, match="the first row cannot be read: the row has no end"):
+            lines.DelimitedLines(tmp_path / "a.csv", tmp_path, ",")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_a_csv_may_have_line_breaks_quotes_and_commas_in_quotes(tmp_path: Path, small_blocks: None) -> None:

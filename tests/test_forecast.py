@@ -22,6 +22,7 @@ from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.engines.titan.plan import plan_training
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.command_line import parse
+from forge_rl.forecast import probe
 from forge_rl.forecast.lengths import longest_of, tail
 from forge_rl.forecast.roofline import GPU_EFFICIENCY, Spread, Workload, rollout_times, train_times
 from forge_rl.forecast.search import Machines, read_policy, search
@@ -343,4 +344,17 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     show_forecast(config)
     shown = capsys.readouterr().out
     for text in ("measured now", "frozen reference", "prompts of 240 tokens, answers"):
+        assert text in shown
+
+
+def test_this_machines_gpus_are_planned_as_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = DEVICE_TYPES["H100-80G"]
+    monkeypatch.setattr(probe, "_known_gpu", lambda: device)
+    words = ("--on", "local", "--trainer.ranks", "2", "--generator.max-model-len", "256")
+    with assumed_gpus(4, device.memory):
+        show_forecast(planned(written(tmp_path, SMALL), *words))
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("layout on 4xH100-80G", "devices 0 to 1", f"assumed: training {GPU_EFFICIENCY.training:g}"):
         assert text in shown

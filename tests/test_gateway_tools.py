@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import re
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -131,6 +134,27 @@ def test_time_limits_are_per_thread_and_interrupt_until_obeyed():
         call_within(0.02, lambda: other.submit(re.match, r"(?:a+)+$", "a" * 22 + "b").result())
     with pytest.raises(LateError):
         call_within(0.02, swallows)
+
+
+def test_a_signal_as_the_call_ends_leaves_no_timer() -> None:
+    lines, first = inspect.getsourcelines(call_within)
+    clean_up = first + next(place for place, line in enumerate(lines) if "runs = False" in line)
+
+    def interrupts(frame: FrameType, event: str, _: object) -> Any:
+        if (event, frame.f_code, frame.f_lineno) == ("line", call_within.__code__, clean_up):
+            signal.raise_signal(signal.SIGVTALRM)
+        return interrupts
+
+    before = signal.getsignal(signal.SIGVTALRM)
+    sys.settrace(interrupts)
+    try:
+        with pytest.raises(LateError):
+            call_within(1e-6, lambda: sum(range(10_000)))
+    finally:
+        sys.settrace(None)
+        timer = signal.getitimer(signal.ITIMER_VIRTUAL)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    assert (timer, signal.getsignal(signal.SIGVTALRM)) == ((0, 0), before)
 
 
 async def test_a_long_call_is_read_in_time():

@@ -14,6 +14,8 @@ import pytest
 from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError, TaskError, UngradedError
 from forge_rl.rewards import judge as judge_module
 from forge_rl.rewards.judge import Judge, _asked_wait_s
+from forge_rl.rewards.protocol import Form
+from forge_rl.rewards.scorer import score_again
 from forge_rl.types import Episode, Score, Task
 from tests.judge_server import drip, hang_up, judge_server, raw, reply
 
@@ -311,3 +313,35 @@ def test_a_task_without_a_rubric_is_named():
         by_criteria(judge_of("http://127.0.0.1:9/v1", criteria="points"), RUBRIC)
     with pytest.raises(TaskError, match="its truth's 'rubric', has 0 criteria"):
         by_criteria(judge_of("http://127.0.0.1:9/v1", criteria="rubric"), [])
+
+
+def test_a_retry_never_comes_before_the_endpoints_retry_after(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(judge_module.random, "uniform", lambda low, high: low)
+    waits = list[float]()
+    sleep = asyncio.sleep
+
+    async def recorded(delay: float, *given: object) -> None:
+        waits.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(judge_module.asyncio, "sleep", recorded)
+    with judge_server(raw(429, "{}", retry_after="7"), reply("Score: 5")) as server:
+        grade(judge_of(server.url), "5")
+    assert max(waits) == 7
+
+
+def test_a_reply_that_cannot_be_stored_is_paid_once(tmp_path: Path):
+    class Scorer:
+        form: Form = "episode"
+
+        async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
+            return [await judge(TASK, episode) for episode in episodes]
+
+    with judge_server(reply("Score: 5")) as server:
+        judge = judge_of(server.url, cache=tmp_path / "cache")
+        judge.load(tmp_path / "run")
+        assert judge._live is not None
+        judge._live.replies._database.execute("pragma query_only = on")
+        with pytest.raises(JudgeError, match="cannot use its stored replies: attempt to write a readonly database"):
+            asyncio.run(score_again(Scorer(), [Episode(task=TASK, turns=(), output="5")]))
+        assert len(server.requests) == 1

@@ -174,6 +174,18 @@ def test_several_weights_are_set_at_once_or_none_is(adapt: Literal["off", "succe
     assert (mixture["a"], mixture["b"]) == (0.5, 0.25)
 
 
+def test_adapting_anew_keeps_a_share_above_zero() -> None:
+    mixture = _mixture(a=1, b=0)
+    mixture.adapt(Adapting(adapt="success"))
+    mixture["b"] = 0.5
+    mixture.leave_out(["a"])
+    before = mixture.state()
+    with pytest.raises(TaskError, match="all weights without a are 0"):
+        mixture.adapt(Adapting(adapt="success", target=0.7))
+    assert mixture.state() == before
+    assert _quotas(mixture, 4) == {"b": 4}
+
+
 def test_held_out_tasks_follow_the_shares() -> None:
     mixture = _mixture(a=3, b=1)
     _quotas(mixture, 3)  # leaves a remainder, which evaluation must not see

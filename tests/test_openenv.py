@@ -8,7 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,6 +231,23 @@ async def test_a_world_is_played_over_the_protocol_in_many_sessions():
                 await websockets.connect(f"{url}/ws", origin="https://evil.example", proxy=None)  # type: ignore[arg-type]
 
     await check()
+
+
+def test_sessions_draw_from_the_shared_tasks_one_at_a_time() -> None:
+    world, drawing = World(Config(env="tools", tasks=("chain_sum",))), threading.Lock()
+    draw = world._mixture.draw_from
+
+    def drawn(source: str) -> Task:
+        assert drawing.acquire(blocking=False), "another session is drawing"
+        time.sleep(0.01)  # lets the others run
+        task = draw(source)
+        drawing.release()
+        return task
+
+    world._mixture.draw_from = drawn  # type: ignore[method-assign]
+    with ThreadPoolExecutor(4) as threads:
+        tasks = list(threads.map(world.task, [None] * 8))
+    assert len({task.id for task in tasks}) == 8
 
 
 async def test_a_world_of_ours_is_for_those_who_have_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forge_rl.errors import ForgeError, SpendingError
 from forge_rl.flags.user_code import load, name_of
 from forge_rl.rewards.answers import Number
 from forge_rl.rewards.auto import Auto
+from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.formats import Regex
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
@@ -297,3 +299,12 @@ def test_a_reward_shows_as_it_was_named_and_is_found_again(tmp_path: Path, monke
     assert load(name_of(function), "--reward") is function
     assert described(lambda task, text: 1.0).startswith("<function")
     assert name_of(Auto()) == ""
+
+
+def in_event_loop(task: Task, text: str) -> float:
+    """Return 1 in the main thread, which runs the event loop, and 0 in any other."""
+    return float(threading.current_thread() is threading.main_thread())
+
+
+def test_a_synchronous_reward_of_a_source_does_not_block_the_event_loop():
+    assert scored(RewardBySource({TASK.source: in_event_loop}, build_reward(["auto"]))).reward == 0  # type: ignore[arg-type]

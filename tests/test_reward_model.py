@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,32 @@ def test_scores_are_the_models_logits_however_they_are_batched(classifier: Path)
         assert scores_of(RewardModel(path=classifier, batch=batch), *ANSWERS) == pytest.approx(truth, abs=bound)
     squeezed = scores_of(RewardModel(path=classifier, sigmoid=True, dtype="bfloat16"), "5")
     assert squeezed == pytest.approx([1 / (1 + 2.718281828 ** -truth[0])], abs=1e-2)
+
+
+def test_a_long_conversation_is_not_passed_over(classifier: Path, monkeypatch: pytest.MonkeyPatch):
+    model = RewardModel(path=classifier, batch=1)
+    model.load()
+    finished, forward, ready = list[str](), model._scorer._forward, threading.Event()  # type: ignore[union-attr]
+
+    def when_all_wait(rows: Sequence[Sequence[int]]) -> list[float]:
+        ready.wait()
+        return forward(rows)
+
+    monkeypatch.setattr(model._scorer, "_forward", when_all_wait)
+
+    async def graded(text: str) -> None:
+        await model(TASK, episode_of(text))
+        finished.append(text)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for text in ("a", "long " * 20, "b", "c"):
+                group.create_task(graded(text))
+                await asyncio.sleep(0)
+            ready.set()
+
+    asyncio.run(main())
+    assert finished[:2] == ["a", "long " * 20]
 
 
 def test_a_model_is_loaded_once_however_many_episodes_wait_for_it(classifier: Path, monkeypatch: pytest.MonkeyPatch):

@@ -121,6 +121,14 @@ def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
     assert "9 + 4?" in whole
 
 
+def test_an_agents_text_is_shown_though_it_never_called_the_policy(tmp_path: Path) -> None:
+    episode = Episode(task=task_of(1), turns=(), output="I gave up.", score=Score(total=0.0))
+    (tmp_path / "run" / "episodes").mkdir(parents=True)
+    records = [RecordedEpisode(step=1, kind="trained", group=0, index=0, episode=episode)]
+    write_episodes(tmp_path / "run" / "episodes" / "000001-trained.parquet", records)
+    assert "I gave up." in shown(show.Config(run=tmp_path / "run", episode="1-trained-0"))
+
+
 def test_given_answers_are_labelled_without_metrics_of_sampled_ones(tmp_path: Path) -> None:
     (tmp_path / "episodes").mkdir()
     for name in ("config.json", "versions.json"):

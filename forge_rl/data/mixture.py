@@ -166,18 +166,17 @@ class Mixture:
 
         Raises:
             ConfigError: the bounds cannot hold for this many sources.
+            TaskError: the only sources with a share set by hand are left with none; nothing has then changed.
         """
         if config.adapt == "off":
             if self._adaptive is not None:
                 self._adaptive = None
                 self.changed.tell("mixture keeps its current weights")
             return
-        if self._adaptive is None:
-            # The weights of this moment become the base by which success is multiplied.
-            self._adaptive = AdaptiveShares(config, self._weights)
-        else:
-            self._adaptive = self._adaptive.released(config)
-        self._weights = self._adaptive.shares()
+        # The weights of the first moment become the base by which success is multiplied.
+        adaptive = AdaptiveShares(config, self._weights) if self._adaptive is None else self._adaptive.released(config)
+        # A source of base weight 0 loses the share that was set by hand, and may be all that is not left out.
+        self._weights, self._adaptive = self._checked(adaptive.shares()), adaptive
         bounds = f"between {config.least:g} and {config.most:g}"
         self.changed.tell(f"mixture adapts: shares by success, {bounds}, target {config.target:g}")
 

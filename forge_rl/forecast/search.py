@@ -15,7 +15,7 @@ from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
-from forge_rl.engines.devices import assumed_gpus
+from forge_rl.engines.devices import assumed_gpus, device_type
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import resolve_dtype
@@ -269,12 +269,14 @@ def _check_own_engines(config: RunConfig) -> None:
 
 
 def measured_forecast(config: RunConfig, policy: PlannedPolicy, machines: Machines) -> Forecast:
-    """Predict a step of a run as configured, on this machine's CPU: its ranks and engines share the cores.
+    """Predict a step of a run as configured, on this machine; on a CPU, its ranks and engines share the cores.
 
     Raises:
-        ConfigError: the run cannot be planned.
+        ConfigError: the run cannot be planned, or does not fit on the GPUs.
     """
     _check_own_engines(config)
+    if device_type() == "cuda":
+        return _forecast(config, policy, machines)
     trainer, generator, a = config.trainer, config.generator, policy.architecture
     needs = plan_run(config, policy.models, traces=policy.traces)
     work, use = workload(config, policy), machines.use

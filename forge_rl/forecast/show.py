@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from forge_rl.engines.context import sequence_bytes
 from forge_rl.engines.device_types import parse_machine
+from forge_rl.engines.devices import gpus
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.forecast.probe import this_device
@@ -45,7 +47,7 @@ def show_forecast(config: RunConfig) -> None:
     _, reference, values = tried_loss(config)
     policy = read_policy(_folder(config), reference=reference, values=values)
     if config.target.on == LOCAL:
-        machines = _this_machine(config, policy)
+        machines = this_machine(policy, resolve_dtype(config.trainer.dtype))
         forecast = measured_forecast(config, policy, machines)
     else:
         count, device = parse_machine(config.target.on)
@@ -76,10 +78,12 @@ def _folder(config: RunConfig) -> Path:
     return path.parent
 
 
-def _this_machine(config: RunConfig, policy: PlannedPolicy) -> Machines:
-    """Measure this machine."""
+def this_machine(policy: PlannedPolicy, dtype: torch.dtype) -> Machines:
+    """Return this machine: its GPUs, whose rates are known, or its CPU, measured in a trainer's dtype."""
     a = policy.architecture
-    device = this_device(a.dim, a.hidden_dim, resolve_dtype(config.trainer.dtype))
+    device = this_device(a.dim, a.hidden_dim, dtype)
+    if num_gpus := gpus():
+        return Machines(device=device, per_host=num_gpus)
     return Machines(device=device, per_host=1, use=CPU_EFFICIENCY, costs=CPU_COSTS)
 
 

@@ -55,14 +55,25 @@ def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: S
     # Compared by pairs below, which is quadratic: the number of calls is the model's choice.
     if len(calls) != len(true_calls) or len(calls) > _MOST_CALLS:
         return f"{len(calls)} calls instead of {len(true_calls)}"
-    remaining, problem = list(true_calls), ""
-    for call in calls:
-        problems = [_differs(expected, call) for expected in remaining]
-        if "" not in problems:
-            return problems[0]
-        # Each right call is used up, so one call made twice does not count for two.
-        del remaining[problems.index("")]
-    return problem
+    problems: list[list[str]] = []
+    # Place of the call by that of its right call, one to one, so one call made twice does not count for two.
+    matches: dict[int, int] = {}
+
+    def is_matched(place: int, tried_calls: set[int]) -> bool:
+        # Kuhn's augmenting path: a right call whose call fits another one as well is free for this one.
+        for expected, problem in enumerate(problems[place]):
+            if not problem and expected not in tried_calls:
+                tried_calls.add(expected)
+                if expected not in matches or is_matched(matches[expected], tried_calls):
+                    matches[expected] = place
+                    return True
+        return False
+
+    for place, call in enumerate(calls):
+        problems.append([_differs(expected, call) for expected in true_calls])
+        if not is_matched(place, set()):
+            return next(problem for expected, problem in enumerate(problems[place]) if expected not in matches)
+    return ""
 
 
 def _differs(true_call: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:

@@ -43,9 +43,13 @@ class RewardBySource:
             if load := getattr(reward, "load", None):
                 load(folder)
 
+    def reward_of(self, task: Task) -> RewardFunction:
+        """Return the reward of a task's source, which the Reward service calls as it calls any other."""
+        return self.rewards.get(task.source, self.other)
+
     async def __call__(self, task: Task, episode: Episode) -> Scored:
         """Return the score of the task's reward."""
-        reward = self.rewards.get(task.source, self.other)
+        reward = self.reward_of(task)
         argument = episode if form_of(reward) == "episode" else text_for(reward, episode)
         score = reward(task, argument)  # type: ignore[arg-type]
         return await score if inspect.isawaitable(score) else score  # type: ignore[return-value]

@@ -246,9 +246,13 @@ class _FormulaReader:
             argument = self.atom()
         else:
             argument = self.power()
-            # Without brackets, the argument is a product: sin 2x is sin(2x), but \sin x \cos x is sin(x) cos(x).
+            # Without brackets, the argument is a product up to the next function, in any notation: sin 2x is sin(2x),
+            # but sin x cos x is sin(x) cos(x).
             while name != "sqrt" and self._begins_factor() and self._peek() not in ("(", "[", "{"):
-                if any(self.text.startswith(f"\\{other}", self.place) for other in _FUNCTIONS):
+                function = self._next_function()
+                # A root goes on with a number, as in cos 2\sqrt{3}x. Behind a variable it is a factor of its own, as in
+                # cos x \sqrt{x}.
+                if function and (function not in ("sqrt", "abs") or symbols_of(argument)):
                     break
                 if self._peek().isdigit():
                     raise ValueError("a number follows without an operator")
@@ -294,6 +298,13 @@ class _FormulaReader:
         if self.text.startswith(("\\rfloor", "\\rceil"), self.place):
             return False
         return bool(letter) and (letter.isalnum() or letter in "([{\\.")
+
+    def _next_function(self) -> str:
+        """Return the function that begins here, with or without a backslash; "" if none does."""
+        if wrapped_name := _NAMED.match(self.text, self.place):
+            return wrapped_name[1] if wrapped_name[1] in _FUNCTIONS else ""
+        start = self.place + self.text.startswith("\\", self.place)
+        return next((name for name in _FUNCTIONS if self.text.startswith(name, start)), "")
 
     def _peek(self) -> str:
         while self.place < len(self.text) and self.text[self.place].isspace():

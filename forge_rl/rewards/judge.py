@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _FIRST_WAIT_S = 1.0
 """Wait before the first retry, doubled for each further one."""
 _LONGEST_WAIT_S = 60.0
-"""Maximum wait before a retry, even if the endpoint asks for more."""
+"""Maximum wait before a retry, without jitter, even if the endpoint asks for more."""
 _REFUSES_REQUEST = (400, 413, 422)
 """Statuses that blame the request, for example for its length, rather than the endpoint or the key."""
 _MOST_TOKENS = 1 << 40
@@ -269,8 +269,9 @@ class Judge:
                 cause = f": {error.__cause__}" if error.__cause__ else ""
                 problem = f"{type(error).__name__}: {str(error)[:200]}{cause}"
             if tries < self.retries:
-                # Jitter keeps requests that were refused together from returning together.
-                await asyncio.sleep(min(wait_s, _LONGEST_WAIT_S) * random.uniform(0.75, 1))
+                # Jitter keeps requests that were refused together from returning together; it only adds, as an endpoint
+                # refuses what comes before its Retry-After again.
+                await asyncio.sleep(min(wait_s, _LONGEST_WAIT_S) * random.uniform(1, 1.25))
         raise self._failed(f"{problem} (asked {self.retries + 1} times)", kind)
 
     def _failed(self, problem: str, kind: type[JudgeError] = JudgeError) -> JudgeError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, JudgeError
 from forge_rl.system.folders import make_private
 
 _TABLES = """
@@ -25,6 +26,7 @@ class JudgeStore:
 
     Raises:
         ConfigError: the folder or its file cannot be used.
+        JudgeError: a method cannot read or write the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -43,29 +45,37 @@ class JudgeStore:
 
     def reply(self, key: str) -> str | None:
         """Return a stored reply, or None."""
-        row = self._database.execute("select reply from replies where key = ?", (key,)).fetchone()
+        row = self._execute("select reply from replies where key = ?", (key,)).fetchone()
         return row[0] if row else None
 
     def keep(self, key: str, reply: str) -> None:
         """Store a reply."""
-        self._database.execute("insert or replace into replies values (?, ?)", (key, reply))
+        self._execute("insert or replace into replies values (?, ?)", (key, reply))
 
     def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
         """Count a call before it is made; return False if it would exceed a limit. 0 means no limit."""
-        self._database.execute("insert or ignore into spent values (?, 0, 0)", (judge,))
+        self._execute("insert or ignore into spent values (?, 0, 0)", (judge,))
         # Check and count are one statement, so replicas that share the file cannot exceed a limit together.
         condition = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
         limits = (max_calls, max_calls, max_tokens, max_tokens)
-        cursor = self._database.execute(
-            f"update spent set calls = calls + 1 where judge = ? and {condition}", (judge, *limits)
-        )
+        cursor = self._execute(f"update spent set calls = calls + 1 where judge = ? and {condition}", (judge, *limits))
         return cursor.rowcount == 1
 
     def add_tokens(self, judge: str, tokens: int) -> None:
         """Count the tokens of a call after it is made."""
-        self._database.execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
+        self._execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
 
     def spent(self, judge: str) -> tuple[int, int]:
         """Return the number of calls and tokens of a judge."""
-        row = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
+        row = self._execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
         return row or (0, 0)
+
+    def _execute(self, statement: str, values: Sequence[str | int]) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.Error as error:
+            # Any other error would have the episode scored again, and replies that cannot be stored paid again.
+            raise JudgeError(
+                f"the judge cannot use its stored replies: {error}",
+                hint="free space on the disk of the run folder, or of the cache in --reward judge:...",
+            ) from error

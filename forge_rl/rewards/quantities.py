@@ -315,9 +315,17 @@ def _same_value(true: Quantity, answer: Quantity) -> bool:
         # Two decimals: the shorter one may round the longer one, in either direction only if that is a printed double.
         if answer.decimals < true.decimals:
             return rounds(answer.decimals, answer.digits, answer.value, true.value)
-        return min(true.digits, answer.digits) >= _DOUBLE_DIGITS and float(true.value) == float(answer.value)
+        return min(true.digits, answer.digits) >= _DOUBLE_DIGITS and _same_double(true.value, answer.value)
     if true.decimals is None and answer.decimals is not None:
         return rounds(answer.decimals, answer.digits, answer.value, true.value)
     if true.decimals is not None and answer.decimals is None and true.value.denominator > 1:
         return rounds(true.decimals, true.digits, true.value, answer.value)
     return False
+
+
+def _same_double(true: Fraction, answer: Fraction) -> bool:
+    """Return whether two numbers round to the same double; those beyond the largest double have none."""
+    try:
+        return float(true) == float(answer)
+    except OverflowError:
+        return False

@@ -152,8 +152,12 @@ class _ModelScorer:
     async def _run(self) -> None:
         """Score queued episodes until the queue is empty."""
         while self._waiting:
-            self._waiting.sort(key=lambda entry: len(entry[0]))  # to minimise padding
-            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            # The oldest with those nearest to it in length: little padding, and a long conversation is not passed over
+            # for as long as shorter ones arrive.
+            waiting, oldest = self._waiting, len(self._waiting[0][0])
+            places = sorted(range(len(waiting)), key=lambda place: abs(len(waiting[place][0]) - oldest))
+            batch = [waiting[place] for place in places[: self._max_batch]]
+            self._waiting = [waiting[place] for place in sorted(places[self._max_batch :])]
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
             except Exception as error:

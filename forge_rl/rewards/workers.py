@@ -20,14 +20,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ForgeError, InfrastructureError
 from forge_rl.rewards.confinement import confine, end_with_parent
 from forge_rl.system.strict_json import parse_json
 
 _START_S = 120.0
 """Timeout for starting a process, including imports."""
 _TRIES = 2
-"""Number of processes to try per call, as the first may have died for another reason."""
+"""Number of processes to try per call, as the first may have died for another reason; the last one is new."""
+_EXIT_S = 5.0
+"""Timeout for the exit of a process that has closed its output."""
 _LENGTH = struct.Struct("=Q")
 _MOST_TOLD = 500
 """Maximum length of a reported error, in characters."""
@@ -59,9 +61,10 @@ class Workers:
     _room: asyncio.Semaphore = field(init=False)
 
     async def __call__(self, *arguments: object) -> object:
-        """Return the function's result; None if it times out or its process dies.
+        """Return the function's result; None if it times out, exceeds its limits or makes its process die.
 
         Raises:
+            InfrastructureError: the processes are killed from outside.
             ForgeError: no process starts, or the function raises.
         """
         # Processes and semaphores belong to the event loop that made them, and workers are shared by the whole process.
@@ -70,8 +73,9 @@ class Workers:
             self._idle.clear()
         call = pickle.dumps(arguments)
         async with self._room:
-            for _ in range(_TRIES):
-                process = self._idle.pop() if self._idle else await self._start()
+            for tries in range(1, _TRIES + 1):
+                # All idle processes may have been killed while they waited, which says nothing about the answer.
+                process = self._idle.pop() if self._idle and tries < _TRIES else await self._start()
                 try:
                     # Counted from here, not from the wait for room, so that a long queue times nothing out.
                     async with asyncio.timeout(self.deadline_s):
@@ -86,8 +90,15 @@ class Workers:
                 if answer is not None:
                     self._idle.append(process)
                     break
-                await _end(process)
+                status = await _exit_status(process)
             else:
+                # No answer can have its confined process end by this signal, unlike by those of crashes and limits: it
+                # comes from another process, or from a kernel that is out of memory.
+                if status == -signal.SIGKILL:
+                    raise InfrastructureError(
+                        f"the processes of {self.module} were killed from outside {_TRIES} times",
+                        hint="see the kernel's log; if it ran out of memory, use fewer processes",
+                    )
                 return None
         if "result" not in answer:
             message = str(answer.get("error"))[:_MOST_TOLD]
@@ -149,6 +160,18 @@ async def _ask(process: asyncio.subprocess.Process, call: bytes) -> dict[str, ob
     return answer if isinstance(answer, dict) else None
 
 
+async def _exit_status(process: asyncio.subprocess.Process) -> int | None:
+    """End a process without an answer; return its exit status if it died by itself."""
+    assert process.stdout is not None
+    if process.stdout.at_eof():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_S):
+                await process.wait()
+    status = process.returncode
+    await _end(process)
+    return status
+
+
 async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
@@ -177,6 +200,9 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, float(deadline_s) + 1)
         try:
             answer = {"result": call(*arguments)}
+        except (MemoryError, RecursionError):
+            # The limits are exceeded by the answer, which must not escape its score by an error.
+            answer = {"result": None}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

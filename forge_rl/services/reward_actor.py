@@ -12,6 +12,7 @@ from typing import Any, SupportsFloat
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.errors import DeadlineError, ForgeError, HangError
+from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async, text_for
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.services.user_thread import StuckError, UserThread
@@ -76,6 +77,10 @@ class RewardActor(ServiceActor):
         self, function: RewardFunction, form: Form, task: Task, inputs: Sequence[str | Episode]
     ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
+        if isinstance(function, RewardBySource):
+            # Resolved here, so that a synchronous reward runs in the thread instead of blocking the event loop.
+            function = function.reward_of(task)
+            form = form_of(function)
         # If one part of a sum needs whole episodes, the others get their texts from these.
         if form == "text":
             inputs = [x if isinstance(x, str) else text_for(function, x) for x in inputs]

@@ -310,10 +310,14 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
 
     before = signal.signal(signal.SIGVTALRM, on_time)
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
-        return function()
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
+            return function()
+        finally:
+            # First of all: a signal that arrives during the clean-up must raise nothing.
+            runs = False
     finally:
-        # First of all: a signal that arrives during the clean-up must raise nothing.
+        # Again, as one that arrived just before the line above has left the timer on.
         runs = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -18,7 +18,7 @@ import pytest
 
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.sources import ReasoningGymSource
-from forge_rl.errors import TaskError
+from forge_rl.errors import InfrastructureError, TaskError
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.rewards.procedural import OWN
@@ -220,3 +220,33 @@ async def test_a_process_that_others_killed_between_calls_costs_no_answer():
     second = await workers("pid")
     assert isinstance(second, int)
     assert second != first
+
+
+async def test_processes_that_others_killed_cost_no_answer_however_many(monkeypatch: pytest.MonkeyPatch):
+    workers = Workers(__name__, "babbles", processes=2, deadline_s=30.0)
+    first, second = await asyncio.gather(workers("pid"), workers("pid"))
+    for pid in (first, second):
+        assert isinstance(pid, int)
+        os.kill(pid, 9)
+    assert isinstance(await workers("pid"), int), "both were idle, and the answer had reached neither"
+
+    start = Workers._start
+
+    async def killed(self: Workers) -> asyncio.subprocess.Process:
+        process = await start(self)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(Workers, "_start", killed)
+    with pytest.raises(InfrastructureError, match="killed from outside 2 times"):
+        await Workers(__name__, "babbles", processes=1, deadline_s=30.0)("pid")
+
+
+def exhausts(limit: str) -> int:
+    """Need more than a process may have."""
+    return len(bytearray(1 << 40)) if limit == "memory" else exhausts(limit) + 1
+
+
+async def test_an_answer_that_exceeds_the_limits_is_wrong_and_not_unscored():
+    workers = Workers(__name__, "exhausts", processes=1, deadline_s=30.0)
+    assert [await workers("memory"), await workers("depth")] == [None, None]

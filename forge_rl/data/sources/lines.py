@@ -101,7 +101,7 @@ class DelimitedLines(JSONLines):
         # The module's default is 128 KiB; the setting is global to the process.
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
-            head = file.read(int(self._starts[1]))
+            head = file.read(min(int(self._starts[1]), MOST_ROW_BYTES + 1))
         # The first row names the columns; it is not counted from here on.
         self._starts = self._starts[1:]
         try:
