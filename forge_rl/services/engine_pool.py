@@ -292,8 +292,8 @@ class EnginePool:
             if any(hold_args):
                 self._hold_deadlines(True)
             have_weights = await self.each("hold", lambda replica: self._hold(replica, desired))
-            # Weights that were dropped to sleep are loaded again, under a lease, before anything is decoded. A version may
-            # have been loaded meanwhile, so the desired one is read again.
+            # Weights that were dropped to sleep are loaded again, under a lease, before anything is decoded. A version
+            # may have been loaded meanwhile, so the desired one is read again.
             desired = self._desired
             if not (all(have_weights) or desired.asleep or desired.store is None):
                 store = desired.store
