@@ -45,14 +45,13 @@ from forge_rl.run.launch import launch
 from forge_rl.sandbox import Limits, Pool, PoolSession, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.pool import Profile
-from forge_rl.sandbox.providers.wire import SandboxWireError, limits_from_json, result_to_json, unpacked
+from forge_rl.sandbox.providers.wire import MAX_WAIT_S, SandboxWireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
 _SWEEP_S = 1.0
 _MOST_PATH = 4096
-_MOST_WAIT_S = 600.0
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -129,7 +128,7 @@ class _Open(_Body):
     limits: dict[str, float | int | None] | None = None
     undo: bool = False
     network: list[str] = Field([], max_length=100)
-    wait_s: float | int | None = Field(None, ge=0, le=_MOST_WAIT_S)
+    wait_s: float | int | None = Field(None, ge=0, le=MAX_WAIT_S)
 
 
 class _Run(_Body):
@@ -348,7 +347,7 @@ class SandboxServer:
                 403, f"not an address of --network: {visible(min(foreign_addresses))}", code="address_not_allowed"
             )
         with self._place(caller):
-            wait_s = _MOST_WAIT_S if body.wait_s is None else body.wait_s
+            wait_s = MAX_WAIT_S if body.wait_s is None else body.wait_s
             try:
                 session = await self._pool.open(limits=limits, undo=body.undo, network=body.network, wait_s=wait_s)
             except SandboxError as error:

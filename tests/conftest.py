@@ -6,6 +6,7 @@ import functools
 import gc
 import mmap
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -201,6 +202,22 @@ def semaphores_of_the_killed() -> Iterator[None]:
         if path.name.startswith("sem.mp-"):
             with contextlib.suppress(PermissionError):  # another user's, whose processes cannot be looked into
                 path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def high_descriptors() -> Iterator[None]:
+    """Takes all descriptors below 1024, so that what a test opens has higher ones, which select.select rejects."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(2048, limits[1])), limits[1]))
+    fds = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while fds[-1] < 1024:
+            fds.append(os.dup(fds[0]))
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ class E2BServer(Served):
         self.sandboxes: dict[str, dict[str, Any]] = {}
         self.files: dict[tuple[str, str], bytes] = {}
         self.asked: list[tuple[str, str, Any]] = []
+        self.start_began, self.may_start = asyncio.Event(), asyncio.Event()
+        self.may_start.set()
         self.answers: dict[str, Response] = {}
         """Answers to give instead, by path."""
 
@@ -41,6 +43,8 @@ class E2BServer(Served):
                     return JSONResponse({"message": "unauthorized"}, 401)
                 return self._execute(name, body) if port == "49999" else await self._file(name, request)
             case "POST", "sandboxes" if request.headers.get("x-api-key") == "e2b-secret":
+                self.start_began.set()
+                await self.may_start.wait()
                 name = f"i{len(self.sandboxes)}"
                 self.sandboxes[name] = {}
                 made = {"sandboxID": name, "templateID": body["templateID"], "clientID": "c", "envdVersion": "0.2.0"}

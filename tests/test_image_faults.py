@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from forge_rl.sandbox.images import ImageError, ImageStore
+from forge_rl.sandbox.images import ImageError, ImageStore, LayerPeers, archives
+from forge_rl.sandbox.images.archives import LocalSource
+from forge_rl.sandbox.images.layer_stream import layer_chunks
+from forge_rl.sandbox.images.references import LocalReference
+from forge_rl.sandbox.images.sources import LayerBlob, LayerJob
 from tests.images import image, layer, member, registry, write_docker_archive, write_layout
 
 Answers = dict[str, tuple[int, dict[str, str], httpx.SyncByteStream]]
@@ -160,6 +166,52 @@ async def test_archives_that_harm_are_refused_by_name(tmp_path: Path):
     write_layout(tmp_path / "deep", image([layer(member("a"))], {"Labels": labels}))
     with pytest.raises(ImageError, match="nested more than"):
         await store.get(f"oci:{tmp_path}/deep")
+
+
+def test_an_archive_that_is_refused_leaves_no_file_and_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "cut").write_bytes(gzip.compress(os.urandom(1 << 20))[:-9])
+    (tmp_path / "bomb").write_bytes(gzip.compress(bytes(64 << 20)))
+    (tmp_path / "text").write_bytes(b"no archive" * 999)
+    monkeypatch.setattr(archives, "_FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(archives, "_MAX_RATIO", 1)
+    fds, threads = os.listdir("/proc/self/fd"), threading.enumerate()
+    for name in ("pipe", "cut", "bomb", "text"):
+        with pytest.raises(ImageError):
+            LocalSource(LocalReference(kind="docker-archive", path=tmp_path / name, tag=""), tmp_path).content()
+    assert os.listdir("/proc/self/fd") == fds
+    # The thread has handed over its last word, and ends.
+    for thread in {*threading.enumerate()} - {*threads}:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("zeros", [0, 7, 300_000])
+def test_members_of_a_gzip_stream_may_be_padded_with_zeros(zeros: int, tmp_path: Path):
+    parts = [os.urandom(100_000), b"", os.urandom(9)]
+    data = b"".join(gzip.compress(part) + bytes(zeros) for part in parts)
+    (tmp_path / "layer").write_bytes(data)
+    with (tmp_path / "layer").open("rb") as file:
+        assert b"".join(layer_chunks(file.fileno(), 0, len(data))) == gzip.decompress(data) == b"".join(parts)
+
+
+async def test_what_a_peer_has_half_sent_is_not_taken_for_the_registrys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def half(peers: LayerPeers, blob: LayerBlob, job: LayerJob, max_bytes: int) -> None:
+        os.pwrite(job.partial_fd, b"half", 0)
+        raise ImageError("nobody waits for it any more")
+
+    made = image([layer(member("a", b"1"))])
+    with registry() as server:
+        reference = server.add(made, "it:1")
+        store = ImageStore(tmp_path / "store", peers=LayerPeers(addresses=["http://127.0.0.1:9"], key="a key of some"))
+        with monkeypatch.context() as patched:
+            patched.setattr(LayerPeers, "fetch", half)
+            with pytest.raises(ImageError, match="nobody waits"):
+                await store.get(reference)
+        await store.get(reference)
+        assert server.requests[f"/v2/it/blobs/{made.layers[0]}"] == 1
 
 
 async def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path):

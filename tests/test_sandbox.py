@@ -3,12 +3,14 @@
 import ast
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, Pool, SandboxError
+from forge_rl.sandbox.host import Host
 from forge_rl.sandbox.inside import cells, cgroups
 from forge_rl.sandbox.limits import MEDIA_TYPES
 from tests.sandbox_pool import LIMITS, SharedPool, left_in_cgroups
@@ -307,16 +310,19 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
             members = [[(tree / name / "cgroup.procs").read_text().split() for tree in trees] for name in names]
-            limits = {
-                file.read_text().strip() for tree in trees for name in names for file in (tree / name).glob("pids.max")
-            }
-            return members, limits
+            folders = [tree / name for tree in trees for name in names]
+            limits, memory = (
+                {file.read_text().strip() for folder in folders for file in folder.glob(pattern)}
+                for pattern in ("pids.max", "memory.[lm]*limit_in_bytes")
+            )
+            return members, limits, memory
 
-    (own, others), limits = sandbox.run(work())
+    (own, others), limits, memory = sandbox.run(work())
     assert len(own) > 0
     assert all(pids == own[0] and len(pids) == 1 for pids in own)
     assert all(pids == others[0] != own[0] for pids in others)
     assert limits == {str(LIMITS.processes)}
+    assert memory <= {str(LIMITS.memory_bytes)}
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -569,6 +575,50 @@ def test_the_documents_example_runs(sandbox: SharedPool):
 def test_importing_the_sandbox_loads_little():
     program = "import sys, forge_rl.sandbox.pool; sys.exit(bool({'torch', 'monarch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.usefixtures("sandbox", "high_descriptors")
+async def test_a_pool_starts_in_a_program_with_many_files_and_no_two_sessions_have_one_user():
+    async with Pool(limits=LIMITS, sessions=4, warm=0, servers=1) as pool, pool.session() as first:
+        # A later session whose number leads to the same user id.
+        pool._names = itertools.count(1 + (1 << 16))
+        async with pool.session() as second:
+            users = [(await session.run("import os; os.getuid()")).value for session in (first, second)]
+    assert len(set(users)) == 2
+
+
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_pool_that_does_not_start_leaves_no_server(is_cancelled: bool, monkeypatch: pytest.MonkeyPatch):
+    hosts = list[Host]()
+
+    class SecondFails(Host):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)  # type: ignore[arg-type]
+            hosts.append(self)
+
+        async def _send(self, message: object, fds: Sequence[int] = ()) -> None:
+            if len(hosts) == 1:
+                await super()._send(message, fds)
+            elif is_cancelled:
+                raise asyncio.CancelledError
+            else:
+                raise OSError("no second server")
+
+    monkeypatch.setattr("forge_rl.sandbox.pool.Host", SecondFails)
+    with pytest.raises(asyncio.CancelledError if is_cancelled else SandboxError):
+        await Pool(warm=0, servers=2).__aenter__()
+    assert [host.process.poll() is None for host in hosts] == [False, False]
+
+
+def test_a_cell_has_no_limit_of_an_earlier_one(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            code = "import resource; resource.getrlimit(resource.RLIMIT_CPU)"
+            return [(await session.run(code, cpu_s=cpu_s)).value for cpu_s in (None, 5.0, None)]
+
+    first, limited, last = sandbox.run(work())
+    assert first == last != limited
 
 
 @pytest.mark.long

@@ -114,7 +114,24 @@ async def test_an_answer_is_not_trusted(path: str, answer: bytes | Response, mes
             async with pool.session() as session:
                 await session.run("1")
         result = f"{error.value} {error.value!r}"
+        deleted = [asked_path for method, asked_path, _ in server.asked if method == "DELETE"]
     assert "e2b-secret" not in result
+    # Whatever else the answer says, the sandbox that it names is paid for.
+    assert ("/sandboxes/x" in deleted) == (message in ("strange domain", "not a token"))
+
+
+async def test_a_sandbox_whose_start_is_cancelled_is_ended():
+    async with E2BServer() as server, pool_of(server) as pool:
+        server.may_start.clear()
+        opening = asyncio.create_task(pool.open())
+        await server.start_began.wait()
+        opening.cancel()
+        await asyncio.sleep(0)
+        server.may_start.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert [method for method, *_ in server.asked] == ["POST", "DELETE"]
+        assert server.sandboxes == {}
 
 
 async def test_what_e2b_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ from apps.sandbox import Config, SandboxServer
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.sandbox import CellError, Image, Limits, RemotePool, Result, SandboxError, SandboxPool, Usage
-from forge_rl.sandbox.providers.wire import SandboxWireError, result_from_json, result_to_json
+from forge_rl.sandbox.providers.wire import MAX_WAIT_S, SandboxWireError, result_from_json, result_to_json
 from tests.sandbox_pool import left_in_cgroups
 
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, transfer_bytes=64 << 10)
@@ -273,6 +273,18 @@ def test_requests_beyond_a_keys_rate_are_refused():
         server._caller(Headers({"authorization": "Bearer one"}))
     assert refused.value.headers == {"retry-after": "10"}
     server._caller(Headers({"authorization": "Bearer two"}))
+
+
+@pytest.mark.parametrize("wait_s", [None, 0.0, 600.0])
+async def test_a_client_waits_longer_than_the_server_lets_it(wait_s: float | None, monkeypatch: pytest.MonkeyPatch):
+    async def ask(pool: RemotePool, method: str, path: str, body: object, *, limit_s: float) -> None:
+        assert limit_s > (MAX_WAIT_S if wait_s is None else wait_s)
+        raise SandboxError("asked")
+
+    monkeypatch.setattr(RemotePool, "ask", ask)
+    async with RemotePool("http://127.0.0.1:9") as pool:
+        with pytest.raises(SandboxError, match="asked"):
+            await pool.open(wait_s=wait_s)
 
 
 async def test_the_clients_key_is_in_no_message_and_a_hostile_answer_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.system import streams
 from forge_rl.system.streams import lasting, reader_failure
 from tests.commands import ROOT
 from tests.test_show import run_folder
@@ -134,6 +135,19 @@ def test_a_full_disk_costs_what_is_written_meanwhile(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         subprocess.run([sys.executable, "-c", limited], cwd=ROOT, stdout=log, check=True, timeout=60)
     assert (tmp_path / "log").read_text() == "before\nafter\n"
+
+
+@pytest.mark.usefixtures("high_descriptors")
+def test_what_a_slow_reader_has_no_room_for_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_SLOW_READER_S", 0.0)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    file = streams.LastingFile(write)
+    # A pipe holds 64 KiB.
+    assert [file.write(bytes(1 << 16)) for _ in range(2)] == [1 << 16] * 2
+    assert len(os.read(read, 1 << 20)) == 1 << 16
+    os.close(read)
+    os.close(write)
 
 
 def test_a_stream_says_why_its_reader_is_gone() -> None:

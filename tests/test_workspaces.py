@@ -14,6 +14,7 @@ from forge_rl.sandbox.inside import kernel
 from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry, FolderDescriptor, read_changes
 from forge_rl.sandbox.workspaces.diffs import diff_text
 from tests.sandbox_pool import LIMITS, SharedPool
+from tests.security.other_user import needs_root
 
 FILE = stat.S_IFREG | 0o644
 
@@ -243,6 +244,36 @@ def test_where_there_is_no_overlay_each_session_copies_its_workspace(
     sandbox.pool._told.clear()  # the next test's pool is the same
 
 
+@needs_root
+def test_a_copy_of_a_workspace_gives_a_session_what_an_overlay_does(
+    sandbox: SharedPool, base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for number, mode in enumerate((0o600, 0o644, 0o640, 0o660)):
+        for owner in ((4242, 4343), (0, 0), (0, 4343)):
+            path = base / f"file {number} {owner}"
+            path.write_text("content")
+            os.chown(path, *owner)
+            path.chmod(mode)
+    os.chown(base, 4242, 4343)
+    code = (
+        "import os\n[(name, [os.access(name, right) for right in (os.R_OK, os.W_OK)])"
+        " for name in sorted(os.listdir()) if 'file' in name]"
+    )
+
+    async def rights():
+        async with sandbox.pool.session(workspace=base) as session:
+            return (await session.run(code)).value
+
+    mounted = sandbox.run(rights())
+    monkeypatch.setattr(bodies, "_detached", lambda folder: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    with pytest.warns(UserWarning, match="each session copies"):
+        copied = sandbox.run(rights())
+    sandbox.pool._told.clear()
+    assert copied == mounted
+    assert "True" in mounted
+    assert "False" in mounted
+
+
 def test_too_many_open_files_are_an_error_of_the_sandbox(
     sandbox: SharedPool, base: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -382,6 +413,12 @@ def test_changes_are_bounded_in_number_and_bytes(tmp_path: Path):
     found = read_changes([str(tmp_path / "base")], folder, most_changes=4, most_bytes=25)
     assert [change.after.data for change in found.changes if change.after] == [bytes(10), bytes(10), None, None]
     assert len(found.left_out) == 3
+    # All files are deleted: their content is bounded too, and what is missing makes the changes no less whole.
+    deletions = read_changes(
+        [str(mine)], FolderDescriptor(os.open(tmp_path / "base", os.O_RDONLY), is_overlay=False), most_bytes=25
+    )
+    assert [change.before.data for change in deletions.changes if change.before] == [bytes(10)] * 2 + [None] * 7
+    assert not deletions.left_out
 
 
 def test_what_a_folder_that_was_made_again_no_longer_has_is_a_change(sandbox: SharedPool, base: Path):

@@ -152,8 +152,10 @@ class ConstraintChecker:
         try:
             process.stdin.write(json.dumps([kind, text]).encode() + b"\n")
             process.stdin.flush()
+            answers = select.poll()  # select.select rejects descriptors of 1024 and above
+            answers.register(process.stdout, select.POLLIN)
             # The first trial also waits for the start of the process.
-            if select.select([process.stdout], [], [], self._limits.wall_s + _START_S)[0]:
+            if answers.poll((self._limits.wall_s + _START_S) * 1000):
                 (problem,) = json.loads(process.stdout.readline())
                 return str(problem)
         except (OSError, ValueError):  # the process ended

@@ -116,6 +116,9 @@ class Host:
             answer = {"refused": f"it did not answer within {_START_S:.0f} s"}
         except (OSError, ValueError) as error:
             answer = {"refused": str(error)}
+        except BaseException:
+            await asyncio.shield(host.close())
+            raise
         if "serving" not in answer:
             await host.close()
             cause = answer.get("refused", "it ended without a word")

@@ -120,7 +120,7 @@ class Pool:
         try:
             await self._start_servers()
         except BaseException:
-            await self._tasks.__aexit__(None, None, None)
+            await self.__aexit__()
             raise
         self._refill()
         return self

@@ -45,8 +45,11 @@ class LastingFile(io.FileIO):
         try:
             count = super().write(data)
             # A non-blocking stream whose reader is slow returns None instead of raising.
-            if count is None and select.select([], [self], [], _SLOW_READER_S)[1]:
-                count = super().write(data)
+            if count is None:
+                readers = select.poll()  # select.select rejects descriptors of 1024 and above
+                readers.register(self, select.POLLOUT)
+                if readers.poll(_SLOW_READER_S * 1000):
+                    count = super().write(data)
         except OSError as error:
             # A file on a network may give EIO for a while, a terminal gives it for good.
             if error.errno in _READER_GONE or (

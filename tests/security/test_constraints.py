@@ -33,7 +33,7 @@ def test_repeats_are_bounded_over_rules(rules: str, problem: str):
 
 
 async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
-    monkeypatch: pytest.MonkeyPatch, nothing_left: None
+    monkeypatch: pytest.MonkeyPatch, nothing_left: None, high_descriptors: None
 ):
     tried: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -209,17 +210,21 @@ class _TarFiles:
     """Members of an archive, read at their places in it; owns the descriptor."""
 
     def __init__(self, fd: int, path: Path, folder: Path) -> None:
+        close = weakref.finalize(self, os.close, fd)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ImageError(f"{path} is neither a file nor a folder")
             # Members are read at their places in the file, and a compressed archive has none.
             if os.pread(fd, 4, 0).startswith((GZIP, ZSTD)):
-                compressed_fd, fd = fd, _decompressed(fd, folder)
-                os.close(compressed_fd)
-            weakref.finalize(self, os.close, fd)
+                fd = _decompressed(fd, folder)
+                close()
+                close = weakref.finalize(self, os.close, fd)
             self._members = _read_members(fd)
-        except (tar_entries.TarError, CompressionError) as error:
-            raise ImageError(f"{path} is not an archive of an image: {error}") from None
+        except BaseException as error:
+            close()  # the error's traceback may keep this object
+            if isinstance(error, tar_entries.TarError | CompressionError):
+                raise ImageError(f"{path} is not an archive of an image: {error}") from None
+            raise
 
     def find(self, name: str) -> BlobPlace | None:
         name = posixpath.normpath(name)
@@ -274,11 +279,12 @@ def _decompressed(fd: int, folder: Path) -> int:
     with tempfile.TemporaryFile(dir=folder) as file:
         size, compressed_size = 0, os.fstat(fd).st_size
         max_bytes = max(_FREE_BYTES, _MAX_RATIO * compressed_size)
-        for chunk in layer_chunks(fd, 0, compressed_size):
-            size += len(chunk)
-            if size > max_bytes:
-                raise tar_entries.TarError(f"it has more than {max_bytes} bytes")
-            file.write(chunk)
+        with contextlib.closing(layer_chunks(fd, 0, compressed_size)) as chunks:
+            for chunk in chunks:
+                size += len(chunk)
+                if size > max_bytes:
+                    raise tar_entries.TarError(f"it has more than {max_bytes} bytes")
+                file.write(chunk)
         file.flush()
         # The file has no name, and lives as long as this copy of its descriptor.
         return os.dup(file.fileno())

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes of compressed streams."""
@@ -17,8 +17,8 @@ class CompressionError(Exception):
     """A compressed stream that is damaged or cut off."""
 
 
-def layer_chunks(fd: int, start: int, size: int) -> Iterator[bytes]:
-    """Yield a layer's uncompressed bytes, whichever way it is compressed.
+def layer_chunks(fd: int, start: int, size: int) -> Generator[bytes, None, None]:
+    """Yield a layer's uncompressed bytes, whichever way it is compressed. Close it before the file.
 
     Args:
         fd: an open file; its position is neither used nor changed.
@@ -34,7 +34,7 @@ def layer_chunks(fd: int, start: int, size: int) -> Iterator[bytes]:
     return _ahead(_unzstd(pieces)) if magic == ZSTD else pieces
 
 
-def _pieces(fd: int, start: int, end: int) -> Iterator[bytes]:
+def _pieces(fd: int, start: int, end: int) -> Generator[bytes, None, None]:
     while start < end:
         piece = os.pread(fd, min(_READ, end - start), start)
         if not piece:
@@ -50,7 +50,8 @@ def _gunzipped(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         for piece in pieces:
             data = piece
-            while data:
+            # Some tools pad a member with zeros, however many: the next member begins behind them.
+            while data := data.lstrip(b"\0") if decoder.eof else data:
                 if decoder.eof:
                     decoder = zlib.decompressobj(wbits=31)
                 has_data = True
@@ -58,8 +59,6 @@ def _gunzipped(pieces: Iterator[bytes]) -> Iterator[bytes]:
                     yield part
                 # The first: input left because the output is bounded. The second: input behind the end of a member.
                 data = decoder.unconsumed_tail or decoder.unused_data
-                if decoder.eof and not data.strip(b"\0"):
-                    break  # some tools pad with zeros
             while not decoder.eof and (part := decoder.decompress(b"", _PART)):
                 yield part
     except zlib.error as error:
@@ -96,21 +95,31 @@ class _PieceFile:
         self.closed = True
 
 
-def _ahead(parts: Iterator[bytes]) -> Iterator[bytes]:
+def _ahead(parts: Iterator[bytes]) -> Generator[bytes, None, None]:
     """Yield parts that a thread makes meanwhile; both decompressing and writing leave the interpreter's lock."""
     # Bounded: a slow disk must not let a bomb pile up in memory.
     queued: queue.Queue[bytes | BaseException | None] = queue.Queue(maxsize=8)
+    is_wanted = True
 
     def make() -> None:
         try:
             for part in parts:
                 queued.put(part)
+                if not is_wanted:
+                    break
             queued.put(None)
         except BaseException as error:
             queued.put(error)
 
     threading.Thread(target=make, daemon=True).start()
-    while (part := queued.get()) is not None:
-        if isinstance(part, BaseException):
-            raise part
-        yield part
+    part: bytes | BaseException | None = b""
+    try:
+        while (part := queued.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+    finally:
+        is_wanted = False
+        # The thread may wait for room in the queue; what it puts last is no part.
+        while isinstance(part, bytes):
+            part = queued.get()

@@ -163,11 +163,15 @@ class LayerStore:
                     return
                 work.partial_fd = fd
                 unpacker = self._taken_spare() or Unpacker()
-                with contextlib.closing(unpacker):
+                with contextlib.closing(unpacker), contextlib.ExitStack() as stack:
                     # A download that broke off resumes at its source; peers send layers from the start.
                     place = None
                     if peers is not None and not os.fstat(fd).st_size:
+                        # What a peer sent is not compressed: the source cannot go on behind it.
+                        stack.callback(os.ftruncate, fd, 0)
                         place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
+                        if place is None:
+                            stack.pop_all()
                     self._unpack(work, place or source.fetch(blob, work), unpacker)
             try:
                 self.evict(self.max_bytes)

@@ -6,6 +6,7 @@ library but its neighbours and `inside.kernel`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -302,9 +303,8 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
         OSError: it cannot be written.
     """
     digest = hashlib.sha256()
-    with LayerHeaders(folder) as headers:
-        chunks = _hashed(layer_chunks(fd, start, size), digest)
-        stream = ByteStream(chunks, headers.add, max_bytes=limits.max_bytes(size))
+    with LayerHeaders(folder) as headers, contextlib.closing(layer_chunks(fd, start, size)) as chunks:
+        stream = ByteStream(_hashed(chunks, digest), headers.add, max_bytes=limits.max_bytes(size))
         layer = LayerFolder(os.open(os.path.join(folder, FILES), _FOLDER), limits, headers)
         for entry in read_entries(stream):
             layer.add(entry, stream)

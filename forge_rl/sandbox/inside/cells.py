@@ -183,12 +183,14 @@ class Cells:
 
     def _start_clocks(self, wall_s: float, cpu_s: float | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, wall_s)
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        soft = hard  # without a limit, the one of an earlier cell ends
         if cpu_s is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             # SIGPROF only reaches code that returns to the interpreter. For other code, the kernel's own limit ends the
             # process a second later.
-            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-            resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu_s() + cpu_s) + 2, hard))
+            soft = int(_cpu_s() + cpu_s) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
     def _execute(self, source: str, name: str) -> tuple[str | None, tuple[str, bytes]]:
         """Run statements; return the last one's value if it is an expression: its `repr`, and its bytes as an image."""

@@ -201,7 +201,7 @@ class CgroupTree:
         """Limit what all sessions use together, as their own limits may add up to more than the machine has."""
         for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             if "memory" in hierarchy.controllers:
-                _write(folder, "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes", str(memory_bytes))
+                _limit_memory(folder, ".", hierarchy.version, memory_bytes)
             if "pids" in hierarchy.controllers:
                 _write(folder, "pids.max", str(processes))
 
@@ -219,9 +219,7 @@ class CgroupTree:
             os.mkdir(session, 0o755, dir_fd=folder)
             is_unified = hierarchy.version == 2
             if "memory" in hierarchy.controllers:
-                _write(
-                    folder, f"{session}/{'memory.max' if is_unified else 'memory.limit_in_bytes'}", str(memory_bytes)
-                )
+                _limit_memory(folder, session, hierarchy.version, memory_bytes)
                 if is_unified:
                     # Otherwise, the kernel kills the session's largest process, and the rest goes on in an unknown
                     # state.
@@ -371,6 +369,14 @@ def _is_folder(folder: int, entry: str) -> bool:
         os.close(os.open(entry, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder))
         return True
     return False
+
+
+def _limit_memory(folder: int, group: str, version: int, memory_bytes: int) -> None:
+    _write(folder, f"{group}/{'memory.max' if version == 2 else 'memory.limit_in_bytes'}", str(memory_bytes))
+    if version == 1:
+        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+            # Memory and swap together, so that there is no swap: not lower than the other limit at any time.
+            _write(folder, f"{group}/memory.memsw.limit_in_bytes", str(memory_bytes))
 
 
 def _write(folder: int, path: str, value: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO, NamedTuple
 
 from forge_rl.sandbox.inside import kernel
@@ -364,25 +364,32 @@ def _user_namespace(base: int, session: int) -> int:
 def copy(base: int, scratch: str, uid: int) -> None:
     """Copy a folder to the empty NAME in a session's scratch folder, before anything untrusted runs there.
 
+    As in an overlay, files of its owner become the session's; the rest is root's, with its mode.
+
     Raises:
         OSError: it has more bytes or files than the scratch folder may have, or cannot be read.
     """
-    flags = os.O_RDONLY | os.O_DIRECTORY
-    _copy_folder(os.open(".", flags, dir_fd=base), os.open(os.path.join(scratch, NAME), flags), uid)
+    flags, base_uid = os.O_RDONLY | os.O_DIRECTORY, os.stat(base).st_uid
+    _copy_folder(os.open(".", flags, dir_fd=base), os.open(os.path.join(scratch, NAME), flags), {base_uid: uid})
 
 
-def _copy_folder(source: int, target: int, uid: int) -> None:
-    """Copy the content and mode of an open folder to another; closes both."""
+def _copy_folder(source: int, target: int, users: Mapping[int, int]) -> None:
+    """Copy the content and mode of an open folder to another; closes both.
+
+    Args:
+        users: owners of the copies by those of the originals; root for others.
+    """
     try:
         for name in os.listdir(source):
             status = os.stat(name, dir_fd=source, follow_symlinks=False)
+            owner = users.get(status.st_uid, 0)
             if stat.S_ISDIR(status.st_mode):
                 os.mkdir(name, 0o700, dir_fd=target)
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-                _copy_folder(os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=target), uid)
+                _copy_folder(os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=target), users)
             elif stat.S_ISLNK(status.st_mode):
                 os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
-                os.chown(name, uid, uid, dir_fd=target, follow_symlinks=False)
+                os.chown(name, owner, owner, dir_fd=target, follow_symlinks=False)
             elif stat.S_ISREG(status.st_mode):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 with (
@@ -390,10 +397,12 @@ def _copy_folder(source: int, target: int, uid: int) -> None:
                     open(os.open(name, flags, 0o600, dir_fd=target), "wb") as target_file,
                 ):
                     _copy_bytes(source_file, target_file)
-                    os.fchown(target_file.fileno(), uid, uid)
+                    os.fchown(target_file.fileno(), owner, owner)
                     os.fchmod(target_file.fileno(), status.st_mode & 0o777)
-        os.fchown(target, uid, uid)
-        os.fchmod(target, (os.fstat(source).st_mode & 0o777) | 0o700)
+        status = os.fstat(source)
+        owner = users.get(status.st_uid, 0)
+        os.fchown(target, owner, owner)
+        os.fchmod(target, (status.st_mode & 0o777) | 0o700)
     finally:
         for fd in (source, target):
             with contextlib.suppress(OSError):

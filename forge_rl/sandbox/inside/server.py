@@ -183,6 +183,8 @@ class _SessionServer:
         self.lives: dict[int, str] = {}
         """By pidfd: sessions whose first process is the child of an init, so that `waitpid` here never returns it."""
         self.first_uid, self.uids = (0, 1) if self.rootless else _uids(config["number"])
+        self.live_uids = set[int]()
+        """User ids of the live sessions, one for a session and its forks."""
         # Every session inherits this process: its variables, import path and modules must hold nothing of the owner's.
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
@@ -193,6 +195,9 @@ class _SessionServer:
         for name in [name for name in sys.modules if name.partition(".")[0] == "forge_rl"]:
             del sys.modules[name]
         self.waiting = select.epoll()
+        # select.select rejects descriptors of 1024 and above, and the channel's number is the owner's.
+        self.requests = select.poll()
+        self.requests.register(channel, select.POLLIN)
         # SIGCHLD writes a byte into this pipe, so that one epoll waits for requests, births and deaths alike.
         self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
@@ -239,7 +244,7 @@ class _SessionServer:
         after a fork is copied: 200 for each session if they were prepared one by one.
         """
         prepared: list[Iterator[None]] = []
-        while len(prepared) < _MOST_AT_ONCE and select.select([self.channel], [], [], 0)[0]:
+        while len(prepared) < _MOST_AT_ONCE and self.requests.poll(0):
             text, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, _MOST_GIVEN)  # ignores its flags
             if not text:
                 return False
@@ -287,16 +292,17 @@ class _SessionServer:
             layers: paths of its image's layers below LAYERS; empty without an image.
             workspace: descriptors of the owner's channel and of the base folder; only the channel if it has an image.
         """
-        uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
         if self.process:
             self.tree.find_meters(name)
+        uid = self._free_uid(int(name))
         lineage = self.sessions[name] = Lineage(
             folder="/tmp" if self.strict or layers else f"/tmp/{name}",
             uid=uid,
             has_workspace=bool(workspace),
             layers=layers,
         )
+        self.live_uids.add(uid)
         lineage.members[name] = ["0", overlays.NAME] if workspace else ["0"]
         group = self.tree.open_group(name)
         try:
@@ -336,6 +342,20 @@ class _SessionServer:
                     lineage.space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             group.close()
+
+    def _free_uid(self, number: int) -> int:
+        """Return the user id of a session's number, or the next that no live session has.
+
+        Raises:
+            OSError: live sessions have all of them.
+        """
+        if self.rootless:  # its namespaces have one user
+            return self.first_uid
+        if len(self.live_uids) == self.uids:
+            raise OSError(f"all {self.uids} user ids are taken by live sessions")
+        while (uid := self.first_uid + number % self.uids) in self.live_uids:
+            number += 1
+        return uid
 
     def _become_init(
         self,
@@ -515,6 +535,7 @@ class _SessionServer:
         if lineage.members:
             self._remove(name, lineage, folders)
             return
+        self.live_uids.discard(lineage.uid)
         if lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
         elif lineage.space >= 0:

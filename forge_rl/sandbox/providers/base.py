@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.providers.web import WebClient
 
 S = TypeVar("S", bound="ProviderSession")
+T = TypeVar("T")
+_CANCEL_S = 10.0
+"""Time that a cancelled start gets to end, so that what it started can be ended."""
 
 
 class ContainerEndedError(SandboxError):
@@ -20,6 +23,19 @@ class ContainerEndedError(SandboxError):
 
 class TransferError(SandboxError):
     """A file that a container does not have, or cannot take; the provider itself works."""
+
+
+async def start_or_end(start: Coroutine[Any, Any, T], end: Callable[[T], Awaitable[None]]) -> T:
+    """Start a container; if cancelled, end it first, as nobody would know of it and it would cost money for hours."""
+    starting = asyncio.ensure_future(start)
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(SandboxError, TimeoutError):
+            async with asyncio.timeout(_CANCEL_S):
+                container = await starting
+            await end(container)
+        raise
 
 
 class ProviderPool(ABC, Generic[S]):

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.providers import roots
-from forge_rl.sandbox.providers.base import ContainerEndedError, TransferError
+from forge_rl.sandbox.providers.base import ContainerEndedError, TransferError, start_or_end
 from forge_rl.sandbox.providers.roots import RootListing, UnreadableRootError
 from forge_rl.sandbox.workspaces.changes import Change, Changes
 
@@ -40,8 +40,6 @@ _GRACE_S = 15.0
 """Time beyond a command's limit before its container is ended."""
 _FILES_S = 300.0
 """Time to list, pack or apply the files of a root."""
-_CANCEL_S = 10.0
-"""Time that a cancelled start gets to end, so that its container can be ended."""
 _LIST_BYTES = 256 << 20
 _SIGKILL = 137
 
@@ -115,19 +113,6 @@ def container_provider(name: str) -> ContainerProvider:
     return provider
 
 
-async def _started(provider: ContainerProvider, image: str, limits: Limits) -> ProviderContainer:
-    """Start a container; if cancelled, end it first, as nobody would know of it and it would cost money for hours."""
-    starting = asyncio.ensure_future(provider.start(image, limits))
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        with contextlib.suppress(SandboxError, TimeoutError):
-            async with asyncio.timeout(_CANCEL_S):
-                container = await starting
-            await container.close()
-        raise
-
-
 class RentedSession:
     """A session of an image in a provider's container, with the methods of `PoolSession` that tasks with images use.
 
@@ -163,7 +148,7 @@ class RentedSession:
         Raises:
             SandboxError: it does not start, or lacks the programs that are needed.
         """
-        container = await _started(provider, image, limits)
+        container = await start_or_end(provider.start(image, limits), lambda container: container.close())
         try:
             session = cls(container, limits, ("", ""), None)
             lines = (await session._script(roots.DESCRIBE)).stdout.split("\n")

@@ -24,7 +24,13 @@ import httpx
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.providers.base import ContainerEndedError, ProviderPool, ProviderSession, TransferError
+from forge_rl.sandbox.providers.base import (
+    ContainerEndedError,
+    ProviderPool,
+    ProviderSession,
+    TransferError,
+    start_or_end,
+)
 from forge_rl.sandbox.providers.owners import has_ended, this_owner
 from forge_rl.sandbox.providers.web import HttpError, HttpRequest, LargeAnswerError, WebClient, json_object
 
@@ -81,7 +87,7 @@ class DockerPool(ProviderPool["DockerSession"]):
 
     async def _opened(self, limits: Limits | None) -> DockerSession:
         await self._prepare()
-        name = await self._created(limits or self.limits)
+        name = await start_or_end(self._created(limits or self.limits), self._remove)
         try:
             await self.api("POST", f"/containers/{name}/start", limit_s=_START_S)
         except BaseException:

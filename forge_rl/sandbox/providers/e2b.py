@@ -7,6 +7,7 @@ The service's answers are not trusted: they are bounded, must be JSON, and only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.providers.base import ProviderPool, ProviderSession
+from forge_rl.sandbox.providers.base import ProviderPool, ProviderSession, start_or_end
 from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
 from forge_rl.sandbox.providers.wire import SandboxWireError, image_of
 from forge_rl.system.variables import api_key as key_in
@@ -71,12 +72,25 @@ class E2BPool(ProviderPool["E2BSession"]):
         self._headers = {"x-api-key": key_in("E2BPool", self.api_key_env)}
 
     async def _opened(self, limits: Limits | None) -> E2BSession:
-        body = {**self._new, "timeout": math.ceil(self.idle_s)}
-        rented = _rented(json_object(await self.api("POST", "/sandboxes", body, limit_s=_START_S), "E2B"))
+        rented = await start_or_end(self._rent(), lambda rented: self._remove(rented.name))
         return E2BSession(self, rented, limits or self.limits)
 
+    async def _rent(self) -> RentedSandbox:
+        body = {**self._new, "timeout": math.ceil(self.idle_s)}
+        answer = json_object(await self.api("POST", "/sandboxes", body, limit_s=_START_S), "E2B")
+        name = _name(answer)
+        try:
+            return _rented(name, answer)
+        except SandboxError:
+            with contextlib.suppress(SandboxError):
+                await self._remove(name)
+            raise
+
     async def _end(self, session: E2BSession) -> None:
-        await self.api("DELETE", f"/sandboxes/{session.rented.name}")
+        await self._remove(session.rented.name)
+
+    async def _remove(self, name: str) -> None:
+        await self.api("DELETE", f"/sandboxes/{name}")
 
     async def api(self, method: str, path: str, body: object = None, *, limit_s: float = _REQUEST_S) -> bytes:
         """Send a request to E2B's API.
@@ -101,11 +115,17 @@ class RentedSandbox:
     headers: dict[str, str]
 
 
-def _rented(answer: dict[str, object]) -> RentedSandbox:
-    name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
-    # Name and domain become parts of addresses to which the sandbox's tokens are sent.
+def _name(answer: dict[str, object]) -> str:
+    name = answer.get("sandboxID")
+    # It becomes part of the addresses to which keys and tokens are sent.
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise SandboxError("E2B's answer names no sandbox")
+    return name
+
+
+def _rented(name: str, answer: dict[str, object]) -> RentedSandbox:
+    domain = answer.get("domain") or "e2b.app"
+    # As the name, it becomes part of the addresses to which the sandbox's tokens are sent.
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
         raise SandboxError("E2B's answer names a strange domain")
     headers = {}

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Limits, Result, SandboxError
 from forge_rl.sandbox.providers.web import HttpError, HttpRequest, WebClient, json_object
-from forge_rl.sandbox.providers.wire import SandboxWireError, limits_from_json, result_from_json, unpacked
+from forge_rl.sandbox.providers.wire import MAX_WAIT_S, SandboxWireError, limits_from_json, result_from_json, unpacked
 from forge_rl.system.variables import api_key as key_in
 
 _REQUEST_S, _START_S, _RENEW_S, _GRACE_S = 60.0, 120.0, 20.0, 60.0
@@ -88,7 +88,9 @@ class RemotePool:
             SandboxError: no place became free, or the session could not be started.
         """
         body = {"limits": asdict(limits) if limits else None, "undo": undo, "network": [*network], "wait_s": wait_s}
-        return self._opened(await self.ask("POST", "/sessions", body, limit_s=_START_S + (wait_s or 0)))
+        # Longer than the server waits, which would otherwise open a session that nobody closes.
+        limit_s = _START_S + (MAX_WAIT_S if wait_s is None else wait_s)
+        return self._opened(await self.ask("POST", "/sessions", body, limit_s=limit_s))
 
     def _opened(self, answer: dict[str, object]) -> RemoteSession:
         try:

@@ -11,6 +11,8 @@ from dataclasses import asdict, fields
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, Usage
 
+MAX_WAIT_S = 600.0
+"""Longest wait for a place on a server, also of requests that name none."""
 _MOST_STATUS = 1 << 16
 _FRACTIONS = ("wall_s", "cpu_s", "cpus")
 

@@ -99,10 +99,12 @@ def read_changes(
         session_folder: the folder with the session's changes, or with its whole workspace.
         leave_out: names of files and folders to leave out, in any folder.
         most_file_bytes: the content of larger files is left out.
-        most_bytes: bytes of the changed files' new content, all together.
+        most_bytes: bytes of the changed files' new content, all together, and of their content in the base.
         most_changes: number of paths that are listed.
     """
-    reader = _ChangeReader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
+    reader = _ChangeReader(
+        session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_bytes, most_changes
+    )
     with contextlib.ExitStack() as stack:
         roots = [os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) for base in reversed(bases)]
         for root in roots:
@@ -117,6 +119,7 @@ class _ChangeReader:
     leave_out: frozenset[str]
     most_file_bytes: int
     left_bytes: int
+    left_base_bytes: int
     left_changes: int
     left_out: list[str] = field(default_factory=list)
 
@@ -152,7 +155,9 @@ class _ChangeReader:
                 self.left_changes -= 1
                 if unread:
                     self.left_out.append(f"content of {path}{name}: too large, or not readable")
-                yield Change(path=path + name, before=before, after=self._within_bounds(path + name, after))
+                yield Change(
+                    path=path + name, before=self._bounded_base(before), after=self._within_bounds(path + name, after)
+                )
             below_bases = bases if _is_folder(before) else ()
             yield from self._below(
                 path, name, below_bases, session_fd if _is_folder(after) else None, merged=merged, depth=depth
@@ -214,6 +219,15 @@ class _ChangeReader:
             self.left_out.append(f"content of {path}: more bytes than are read of all files")
             return Entry(mode=entry.mode)
         self.left_bytes -= len(entry.data)
+        return entry
+
+    def _bounded_base(self, entry: Entry | None) -> Entry | None:
+        # Not listed as left out: only a diff needs it, and would be cut long before.
+        if entry is None or entry.data is None:
+            return entry
+        if len(entry.data) > self.left_base_bytes:
+            return Entry(mode=entry.mode)
+        self.left_base_bytes -= len(entry.data)
         return entry
 
 
