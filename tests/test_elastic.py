@@ -113,8 +113,8 @@ async def test_hosts_that_are_gone_take_no_cores_from_one_that_joins():
     )
     hosts = SimpleNamespace(cluster=cluster, placed=SimpleNamespace(infos=infos, hosts={}))
     elastic_hosts = ElasticHosts(*cast(Any, (None, None, hosts, None, services, {})))
-    for lost in (dict[str, str](), {"a": "killed"}):
-        cluster.lost_hosts = lost
+    for lost_hosts in (dict[str, str](), {"a": "killed"}):
+        cluster.lost_hosts = lost_hosts
         await elastic_hosts._start("d", info, ("generator",), 0)
     assert joined == [12 // 3, 12 // 2]
 

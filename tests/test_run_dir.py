@@ -278,10 +278,10 @@ def test_files_of_one_name_have_a_digest_each(tmp_path: Path) -> None:
     for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(path)
-    written = digests()
-    assert set(written) == {"maths/a/rubric.md", "code/a/rubric.md", "notes.md"}
+    first_digests = digests()
+    assert set(first_digests) == {"maths/a/rubric.md", "code/a/rubric.md", "notes.md"}
     (tmp_path / paths[0]).write_text("edited")
-    assert {name for name, digest in digests().items() if digest != written[name]} == {"maths/a/rubric.md"}
+    assert {name for name, digest in digests().items() if digest != first_digests[name]} == {"maths/a/rubric.md"}
 
 
 def test_a_new_folder_says_which_run_is_there_and_how_to_extend_it(
@@ -352,14 +352,14 @@ def test_a_resumed_run_needs_space_only_for_checkpoints_that_it_lacks(
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         check_disk(config, prepared, tmp_path)
 
-    each = 7 * stored_bytes(tmp_path)
+    checkpoint_bytes = 7 * stored_bytes(tmp_path)
     # Two that are kept, the best, and one that is being written: the last needs room even if more were kept before.
     for saved, missing in ((0, 4), (2, 2), (3, 1), (5, 1)):
         for step in range(saved):
             (checkpoints.folder / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
-        check(missing * each)
+        check(missing * checkpoint_bytes)
         with pytest.raises(CheckpointError, match="still has to write"):
-            check(missing * each - 1)
+            check(missing * checkpoint_bytes - 1)
 
 
 def test_the_versions_name_packages_python_and_commit() -> None:

@@ -275,9 +275,9 @@ async def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
 
-@pytest.mark.parametrize("how", ["signal", "Run.stop"])
+@pytest.mark.parametrize("cause", ["signal", "Run.stop"])
 async def test_a_stop_that_cannot_save_leaves_a_summary_and_stays_a_stop(
-    how: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cause: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(_: Ending) -> None:
         raise CheckpointError("the disk is full")
@@ -286,13 +286,13 @@ async def test_a_stop_that_cannot_save_leaves_a_summary_and_stays_a_stop(
 
     async def body() -> None:
         async with start(config_of(tmp_path)):
-            raise asyncio.CancelledError if how == "signal" else RunStopped("by the user")
+            raise asyncio.CancelledError if cause == "signal" else RunStopped("by the user")
 
-    with pytest.raises(asyncio.CancelledError if how == "signal" else CheckpointError):
+    with pytest.raises(asyncio.CancelledError if cause == "signal" else CheckpointError):
         await body()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["outcome"], summary["cause"]) == ("failed", "step 0 could not be saved: the disk is full")
-    assert ("step 0 could not be saved" in events(tmp_path)) == (how == "signal"), "else the error says it"
+    assert ("step 0 could not be saved" in events(tmp_path)) == (cause == "signal"), "else the error says it"
     assert sorted(staged[0]) == sorted(NAMES)
 
 

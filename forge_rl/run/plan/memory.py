@@ -365,14 +365,14 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     if not config.starts_engines:
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
-    whole = architecture.weights * itemsize
+    model_bytes = architecture.weights * itemsize
     # At least two, since one version is held while the next is written.
-    versions = config.weights.held_bytes(whole)
+    versions = config.weights.held_bytes(model_bytes)
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]
     if on_gpu:
-        weights = whole // generator.tensor_parallel_size
+        weights = model_bytes // generator.tensor_parallel_size
         share = round(generator.gpu_share * gpu_bytes())
         slots = _adapter_slots(config, architecture)
         # vLLM gives keys and values whatever weights and adapters leave of its share.
@@ -398,7 +398,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         return [engine, host, *[guest] * (guest.count > 0), *_spares(config, {"process": _ENGINE_PROCESS_BYTES}), store]
     parts = {
         # Counted once for an engine, whose processes hold a shard each.
-        f"weights, {itemsize} bytes each": whole * generator.data_parallel_size,
+        f"weights, {itemsize} bytes each": model_bytes * generator.data_parallel_size,
         "keys and values": round(generator.kv_cache_gib * 2**30),
         **_adapter_slots(config, architecture),
         **_draft_model(generator),

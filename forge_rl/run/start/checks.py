@@ -293,8 +293,8 @@ def check_disk(config: RunConfig, prepared: PreparedRun, model: Path) -> None:
             bytes_each = checkpoint_bytes(config.lora, 0, model)
         # The newest, one that is being written before the oldest goes, and the best. A resumed run has some of them on
         # disk, and needs room for the one that is being written at least.
-        most = config.keep_checkpoints + 1 + config.evaluation.keep_best
-        check_space(prepared.folder, bytes_each * max(1, most - len(prepared.checkpoints.all())))
+        max_checkpoints = config.keep_checkpoints + 1 + config.evaluation.keep_best
+        check_space(prepared.folder, bytes_each * max(1, max_checkpoints - len(prepared.checkpoints.all())))
 
 
 async def _check_tasks(
