@@ -7,15 +7,18 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.run.live.knobs import Knob
 from forge_rl.run.live.settings import is_live_state, replicas_knob
+from forge_rl.run.start.elastic import ElasticHosts
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.joining import attach_host
@@ -93,6 +96,27 @@ def test_a_user_scales_within_reason_and_beyond_the_bounds():
     for wrong in (0, -1, True, "2", 2000):
         with pytest.raises(ConfigError, match="the number of replicas is set"):
             bounded.scale(cast(int, wrong))
+
+
+async def test_hosts_that_are_gone_take_no_cores_from_one_that_joins():
+    joined: list[int] = []
+
+    async def add(host: str) -> None:
+        """The store has room on any host."""
+
+    info = HostInfo(kind="cpu", gpus=(), cores=12, gpu_bytes=0, memory_bytes=0, space="one machine")
+    infos = dict.fromkeys((THIS_HOST, "a", "b"), info) | {"c": replace(info, space="another")}
+    cluster = Hosts("a", "b", "c")
+    generator = SimpleNamespace(join=lambda host, gpus, cores: joined.append(cores))
+    services = SimpleNamespace(
+        rollout=SimpleNamespace(generator=generator, weights=SimpleNamespace(add=add)), trainers=()
+    )
+    hosts = SimpleNamespace(cluster=cluster, placed=SimpleNamespace(infos=infos, hosts={}))
+    elastic_hosts = ElasticHosts(*cast(Any, (None, None, hosts, None, services, {})))
+    for lost_hosts in (dict[str, str](), {"a": "killed"}):
+        cluster.lost_hosts = lost_hosts
+        await elastic_hosts._start("d", info, ("generator",), 0)
+    assert joined == [12 // 3, 12 // 2]
 
 
 def test_bounds_that_exclude_the_start_are_refused():

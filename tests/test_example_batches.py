@@ -17,7 +17,7 @@ from forge_rl.algorithms.preferences import BradleyTerry
 from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.errors import ConfigError, ReplicaError, TaskError
 from forge_rl.metrics import batch_metrics, reduce
 from forge_rl.packing.rows import PackedBatch
 from forge_rl.rewards.reward_flag import build_reward
@@ -26,6 +26,7 @@ from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.run.evaluation.example_evaluation import ExampleEvaluations
 from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.live.control import Control
+from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.start import services as services_module
 from forge_rl.run.start.setup import AgentPlayer, Rollouts
@@ -273,6 +274,39 @@ async def test_a_run_on_examples_starts_nothing_but_the_trainer(
         assert (status["reward_mean"], "schedule" in status) == (None, False)
         assert "Run  step 1 of 10" in repr(run)
     assert [(each["model"].reference, each["model"].values) for each in asked] == [(False, False)]
+
+
+async def test_a_trainer_that_dies_in_the_first_evaluation_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Dying(Scoring):
+        restarts = 0
+
+        async def evaluate(self, packed: PackedBatch, loss: object) -> dict[str, float]:
+            if not self.restarts:
+                raise ReplicaError("killed", service="trainer")
+            return await super().evaluate(packed, loss)
+
+        async def death(self) -> str:
+            return await asyncio.Event().wait() and "never"
+
+        async def restart(self, resume: Path | None, *, cause: str) -> None:
+            self.restarts += 1
+
+    async def begin(*_: object, **__: object) -> Dying:
+        return Dying()
+
+    async def take_step(run: Run[ExampleConfig]) -> None:
+        run.log({"loss": 1.0}, await run.examples.next_batch())
+
+    monkeypatch.setattr(services_module.Trainer, "start", begin)
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(1, 30)]
+    config = ExampleConfig(
+        out=tmp_path, display="none", checkpoint_every=0, groups_per_batch=2, steps=1, evaluation=EvalConfig(tasks=3)
+    )
+    async with start(config, loss=CrossEntropy(), sources=rows, examples=answered) as run:
+        await run.train(take_step)
+    assert (run.step, run.scores) == (1, {0: -2.0, 1: -1.0})
 
 
 def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     parts = plan_run(replace(config, generator=drafting), RunModels(policy=tmp_path))[1].parts
     assert parts["weights of the draft model"] == parts["weights, 4 bytes each"]
     assert parts["its keys and values"] == 2 * sequence_bytes(read_architecture(tmp_path), config.generator)
+    for layout in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
+        parallel = replace(config, generator=replace(config.generator, **layout))
+        shards = plan_run(parallel, RunModels(policy=tmp_path))[1]
+        copies = layout.get("data_parallel_size", 1)
+        assert shards.parts["weights, 4 bytes each"] == copies * engine.parts["weights, 4 bytes each"], "of all shards"
     with_reference = plan_run(config, RunModels(policy=tmp_path, reference=True))[0]
     assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
     assert (

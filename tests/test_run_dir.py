@@ -6,19 +6,24 @@ import importlib
 import json
 import os
 import pkgutil
+import shutil
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
 import recipes
+from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
+from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+from forge_rl.run.start.checks import check_disk
 from forge_rl.services.generator_config import GeneratorConfig
 from recipes import grpo
 
@@ -265,6 +270,20 @@ def test_edited_code_is_refused_once_there_is_something_to_continue(
     choose_folder(Config(force_continue=True), "grpo", run, edited)
 
 
+def test_files_of_one_name_have_a_digest_each(tmp_path: Path) -> None:
+    def digests() -> dict[str, str]:
+        return code_digests(*(SimpleNamespace(files=[tmp_path / path]) for path in paths))
+
+    paths = ["maths/a/rubric.md", "code/a/rubric.md", "code/notes.md", "code/a/rubric.md"]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    first_digests = digests()
+    assert set(first_digests) == {"maths/a/rubric.md", "code/a/rubric.md", "notes.md"}
+    (tmp_path / paths[0]).write_text("edited")
+    assert {name for name, digest in digests().items() if digest != first_digests[name]} == {"maths/a/rubric.md"}
+
+
 def test_a_new_folder_says_which_run_is_there_and_how_to_extend_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +338,28 @@ def test_too_little_space_and_an_unwritable_folder_are_clear_errors(tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         prepare_folder(tmp_path / "file" / "run", Config())
+
+
+def test_a_resumed_run_needs_space_only_for_checkpoints_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    config = grpo.Config(checkpoint_every=1, keep_checkpoints=2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    prepared: Any = SimpleNamespace(folder=tmp_path, checkpoints=checkpoints)
+
+    def check(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        check_disk(config, prepared, tmp_path)
+
+    checkpoint_bytes = 7 * stored_bytes(tmp_path)
+    # Two that are kept, the best, and one that is being written: the last needs room even if more were kept before.
+    for saved, missing in ((0, 4), (2, 2), (3, 1), (5, 1)):
+        for step in range(saved):
+            (checkpoints.folder / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
+        check(missing * checkpoint_bytes)
+        with pytest.raises(CheckpointError, match="still has to write"):
+            check(missing * checkpoint_bytes - 1)
 
 
 def test_the_versions_name_packages_python_and_commit() -> None:

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import save_file
 
 from forge_rl.algorithms.user_loss import call_loss
-from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, TaskError
+from forge_rl.errors import CheckpointError, ConfigError, LossError, ModelError, RunStopped, ServiceError, TaskError
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run.start import assembly
 from forge_rl.run.start import services as services_module
 from forge_rl.run.start.checks import _evaluation_sets
+from forge_rl.run.start.ending import Ending
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
@@ -272,6 +273,52 @@ async def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
         await running
     assert "a second signal stops immediately" in events(tmp_path)
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
+
+
+@pytest.mark.parametrize("cause", ["signal", "Run.stop"])
+async def test_a_stop_that_cannot_save_leaves_a_summary_and_stays_a_stop(
+    cause: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: Ending) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(Ending, "save", refuse)
+
+    async def body() -> None:
+        async with start(config_of(tmp_path)):
+            raise asyncio.CancelledError if cause == "signal" else RunStopped("by the user")
+
+    with pytest.raises(asyncio.CancelledError if cause == "signal" else CheckpointError):
+        await body()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["outcome"], summary["cause"]) == ("failed", "step 0 could not be saved: the disk is full")
+    assert ("step 0 could not be saved" in events(tmp_path)) == (cause == "signal"), "else the error says it"
+    assert sorted(staged[0]) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("error", [ServiceError("its own", service="reward"), asyncio.CancelledError("a signal"), None])
+async def test_a_service_that_cannot_stop_does_not_hide_why_the_run_ended(
+    error: BaseException | None,
+    staged: tuple[list[str], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def stop(handle: Handle) -> None:
+        handle.stopped.append(handle.name)
+        if handle.name == "weights":
+            raise ServiceError("it hangs", service="weights")
+
+    monkeypatch.setattr(Handle, "stop", stop)
+
+    async def body() -> None:
+        async with start(config_of(tmp_path)):
+            if error is not None:
+                raise error
+
+    with pytest.raises(ServiceError if error is None else type(error), match=str(error or "it hangs")) as caught:
+        await body()
+    assert error is None or caught.value.__notes__[-1] == "a service could not be stopped: weights: it hangs"
+    assert sorted(staged[0]) == sorted(NAMES)
 
 
 BAD_LOSS = """import forge_rl as rl

@@ -385,7 +385,9 @@ class Run(Generic[C]):
             await run.train(step)
         """
         if not self.scores:
-            await self.evaluate()
+            # Evaluations of given examples are the trainer's work, and it may die in the first one too.
+            async with self.recovering():
+                await self.evaluate()
         while self.step < self.config.steps:
             async with self.recovering():
                 await step(self)

@@ -23,7 +23,7 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run.endpoints import check_reachable
 from forge_rl.run.live import control_server as control_module
 from forge_rl.run.live.attach import AttachedRun
-from forge_rl.run.live.control_client import ELSEWHERE, SOCKET
+from forge_rl.run.live.control_client import ELSEWHERE, SOCKET, exchange
 from forge_rl.run.live.control_server import MOST_BYTES, _check_types, serving_control
 from forge_rl.runtime.local_socket import connect, listening
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
@@ -459,6 +459,23 @@ def test_overheard_requests_and_replies_are_not_taken_again(folder: Path):
         return over_tcp(place, overheard)
 
     assert outside(folder, attack) == (b"", [7]), "once"
+
+
+def test_clients_of_other_machines_wait_while_too_many_are_served(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_module, "_READ_S", 1.0)
+    monkeypatch.setattr(control_module, "_MOST_OUTSIDE", 1)
+
+    def attack(place: dict[str, Any]) -> bytes:
+        with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
+            theirs, ours = client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL).strip(), nonce()
+            client.sendall(ours)
+            assert exchange(folder, {"do": "status", "with": {}})["busy"]
+            assert attached(folder).ask("note", number=7) == [7], "it asks again"
+            reply = client.makefile("rb").readline()
+        return SealedChannel(place["key"].encode(), theirs, ours).open("reply", reply)
+
+    reply, noted = outside(folder, attack)
+    assert (json.loads(reply), noted) == ({"error": "no request came within 1 s"}, [7])
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:0", "[::]:9000", "8.8.8.8:9000", "x"])

@@ -57,17 +57,18 @@ class CheckpointMirror:
             CheckpointError: a checkpoint that was written again is damaged.
         """
         local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
+        # An empty folder may have lost its checkpoints: nothing is removed on its account.
+        if not local:
+            return 0
+        # Before the checkpoints, none of which is restored without them.
+        for name in SETTINGS:
+            self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
         complete = self._complete(names)
         copied_bytes = 0
         # Newest first: if the run ends during the copy, its latest steps are the ones that are safe.
         for name in sorted(local, key=_number, reverse=True):
             if name not in complete or self._is_stale(local[name]):
                 copied_bytes += self._put(local[name])
-        # An empty folder may have lost its checkpoints: nothing is removed on its account.
-        if not local:
-            return 0
-        for name in SETTINGS:
-            self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
         protected_names = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
         if (best := checkpoints.best()) is not None:
             self._files.write(_BEST, best.folder.name.encode())

@@ -40,6 +40,8 @@ class AfterStepQueue:
         Raises:
             ServiceError: a service failed; other errors only reach the tasks that added the work.
         """
+        # Before the work is taken: what comes meanwhile is run below, or wakes `run_while`.
+        self._any_asked.clear()
         while self._asked:
             work, future = self._asked.pop(0)
             # A refusal, such as a full disk, is the client's alone; a service that died is the run's too.
@@ -59,7 +61,6 @@ class AfterStepQueue:
         released = asyncio.ensure_future(hold.released())
         try:
             while hold.paused:
-                self._any_asked.clear()
                 new_work = asyncio.ensure_future(self._any_asked.wait())
                 await asyncio.wait([released, new_work], return_when=asyncio.FIRST_COMPLETED)
                 new_work.cancel()

@@ -20,6 +20,8 @@ SOCKET = "control.sock"
 """Name of the socket in a run folder."""
 ELSEWHERE = "attach.json"
 """File in a run folder with the address and the key for clients on other machines, if the run serves them."""
+BUSY = b"busy\n"
+"""What a run sends to a client on another machine, in place of a nonce, if it serves as many as it can."""
 _CONNECT_S = 20.0
 _TAIL_BYTES = 1 << 18
 
@@ -78,8 +80,10 @@ def _exchange_over_tcp(folder: Path, line: bytes) -> bytes:
     with connection, connection.makefile("rb") as replies:
         # Both nonces enter the key, so that neither side takes what was recorded of another connection.
         client_nonce = nonce()
-        run_nonce = replies.readline(NONCE_BYTES + 1).strip()
-        sealed = SealedChannel(str(place["key"]).encode(), run_nonce, client_nonce)
+        first_line = replies.readline(NONCE_BYTES + 1)
+        if first_line == BUSY:  # not sealed: a forged one costs no more than a retry
+            return b'{"error": "the run serves too many other clients", "busy": true}'
+        sealed = SealedChannel(str(place["key"]).encode(), first_line.strip(), client_nonce)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(client_nonce + sealed.seal("request", line))
         connection.settimeout(None)

@@ -22,7 +22,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.run.live.control_client import ELSEWHERE, SOCKET
+from forge_rl.run.live.control_client import BUSY, ELSEWHERE, SOCKET
 from forge_rl.run.live.settings import changes_by
 from forge_rl.runtime.local_socket import listening, peer_is_own
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
@@ -104,21 +104,28 @@ class _ControlServer:
         await self._serve(self._clients, _MOST_CLIENTS, writer, read, lambda reply: reply)
 
     async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
-        # Until the client's nonce is known, replies are sealed with a random key, which nobody can open.
-        run_nonce, sealed = nonce(), [SealedChannel(secrets.token_bytes(), b"", b"")]
+        """Serve one connection over TCP; without the key, it gets nothing but a nonce, or that the run is busy."""
+        if len(self._outside) >= _MOST_OUTSIDE:
+            # In place of the nonce, as no reply can be sealed before the client has sent its own.
+            writer.write(BUSY)
+            writer.close()
+            return
+        run_nonce, sealed = nonce(), list[SealedChannel]()
 
         async def read() -> bytes:
             writer.write(run_nonce + b"\n")
             client_nonce = await reader.readexactly(NONCE_BYTES)
+            sealed.append(SealedChannel(key, run_nonce, client_nonce))
             try:
                 line = await reader.readline()
             except ValueError:
                 raise PermissionError("too long") from None
-            sealed[0] = SealedChannel(key, run_nonce, client_nonce)
             return sealed[0].open("request", line)
 
-        await self._serve(self._outside, _MOST_OUTSIDE, writer, read, lambda reply: sealed[0].seal("reply", reply))
+        def seal(reply: bytes) -> bytes:
+            return sealed[0].seal("reply", reply) if sealed else b""
+
+        await self._serve(self._outside, _MOST_OUTSIDE, writer, read, seal)
 
     async def _serve(
         self,

@@ -365,13 +365,14 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     if not config.starts_engines:
         return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
-    weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
+    model_bytes = architecture.weights * itemsize
     # At least two, since one version is held while the next is written.
-    versions = config.weights.held_bytes(architecture.weights * itemsize)
+    versions = config.weights.held_bytes(model_bytes)
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
     if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]
     if on_gpu:
+        weights = model_bytes // generator.tensor_parallel_size
         share = round(generator.gpu_share * gpu_bytes())
         slots = _adapter_slots(config, architecture)
         # vLLM gives keys and values whatever weights and adapters leave of its share.
@@ -396,7 +397,8 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         )
         return [engine, host, *[guest] * (guest.count > 0), *_spares(config, {"process": _ENGINE_PROCESS_BYTES}), store]
     parts = {
-        f"weights, {itemsize} bytes each": weights,
+        # Counted once for an engine, whose processes hold a shard each.
+        f"weights, {itemsize} bytes each": model_bytes * generator.data_parallel_size,
         "keys and values": round(generator.kv_cache_gib * 2**30),
         **_adapter_slots(config, architecture),
         **_draft_model(generator),
@@ -442,7 +444,9 @@ def _teaching(config: RunConfig, models: RunModels, *, on_gpu: bool) -> list[Nee
         assert models.teachers is not None
         settings = engine_settings(models.teachers, config.generator, folder)
         itemsize = resolve_dtype(settings.dtype).itemsize
-        weights = read_architecture(folder).weights * itemsize // settings.tensor_parallel_size
+        weights = read_architecture(folder).weights * itemsize
+        # On CPU, the processes of an engine are counted together.
+        weights = weights // settings.tensor_parallel_size if on_gpu else weights * settings.data_parallel_size
         parts = {f"weights, {itemsize} bytes each": weights}
         who, count = f"engine of the teacher {name}", settings.replicas * settings.devices
         if on_gpu:

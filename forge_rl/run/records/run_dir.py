@@ -165,7 +165,8 @@ def check_space(folder: Path, bytes_needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < bytes_needed:
         raise CheckpointError(
-            f"the checkpoints of this run take {bytes_needed / 1e9:.2f} GB and {folder} has {free / 1e9:.2f} GB free",
+            f"the checkpoints that this run still has to write take {bytes_needed / 1e9:.2f} GB and {folder} has "
+            f"{free / 1e9:.2f} GB free",
             hint="free space, choose another --out, lower --keep-checkpoints, or set --checkpoint-every 0",
         )
 
@@ -212,14 +213,16 @@ def code_digests(*objects: object) -> dict[str, str]:
     also digests of the full files that an object names as its `files`, such as a judge's rubric, and of the files in
     its `model_folder`.
 
+    Files of the same name are told apart by the shortest ends of their paths that differ.
+
     Objects in other objects, such as the functions of a ToolEnv, are included. Installed packages, forge_rl itself
     except its recipes, and code typed at a prompt are left out.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    digests, models = dict[str, str](), 0
+    digests, file_digests, models = dict[str, str](), dict[Path, str](), 0
     for value in itertools.chain.from_iterable(map(_held, objects)):
         for path in getattr(value, "files", ()):
-            digests[path.name] = file_digest(path)
+            file_digests[path.absolute()] = file_digest(path)
         if (folder := getattr(value, "model_folder", None)) is not None:
             models += 1
             digests |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
@@ -232,8 +235,16 @@ def code_digests(*objects: object) -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = [part for part in node.body if not _is_docstring(part)]
-        digests[path.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
-    return digests
+        file_digests[path.absolute()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return digests | {_short_name(path, file_digests): digest for path, digest in file_digests.items()}
+
+
+def _short_name(path: Path, paths: Iterable[Path]) -> str:
+    """Return the shortest end of a path that none of the other paths has."""
+    length, other_paths = 1, [other for other in paths if other != path]
+    while any(path.parts[-length:] == other.parts[-length:] for other in other_paths):
+        length += 1
+    return "/".join(path.parts[-length:])
 
 
 def _held(value: object) -> Iterator[object]:

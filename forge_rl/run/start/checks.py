@@ -277,13 +277,24 @@ async def _check_use(
     elif setup.uses_tools:
         # No parser is named, so one must read back the calls that the chat template writes.
         await asyncio.to_thread(parser_for, tokenizer)
+    check_disk(config, prepared, model)
+
+
+def check_disk(config: RunConfig, prepared: PreparedRun, model: Path) -> None:
+    """Check that there is disk space for the checkpoints that the run still has to write, if it writes any.
+
+    Raises:
+        CheckpointError: there is too little.
+    """
     if config.checkpoint_every:
         # Float32 weights and two moments, 12 bytes a weight, and the exported copy: 14 for weights stored in 2 bytes.
         bytes_each = 7 * stored_bytes(model)
         if config.lora.rank:
             bytes_each = checkpoint_bytes(config.lora, 0, model)
-        # The newest, one that is being written before the oldest goes, and the best.
-        check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
+        # The newest, one that is being written before the oldest goes, and the best. A resumed run has some of them on
+        # disk, and needs room for the one that is being written at least.
+        max_checkpoints = config.keep_checkpoints + 1 + config.evaluation.keep_best
+        check_space(prepared.folder, bytes_each * max(1, max_checkpoints - len(prepared.checkpoints.all())))
 
 
 async def _check_tasks(

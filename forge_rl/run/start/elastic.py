@@ -199,8 +199,10 @@ class ElasticHosts:
 
     async def _start(self, name: str, info: HostInfo, joined_services: Sequence[str], reserved_gpus: int) -> None:
         rollout = self._rollout
-        num_sharing = sum(host_info.space == info.space for host_info in self._infos.values())
-        cores = max(1, info.cores // max(1, num_sharing))  # hosts that are processes of one machine share its cores
+        # Hosts that are processes of one machine share its cores; those that are gone use none.
+        live_hosts = self._infos.keys() - self._hosts.cluster.lost_hosts.keys()
+        num_sharing = sum(self._infos[host].space == info.space for host in live_hosts)
+        cores = max(1, info.cores // max(1, num_sharing))
         if rollout is not None and {"generator", "trainer"}.intersection(joined_services):
             # Before the engines: each loads the latest version from the store of its own host.
             await rollout.weights.add(name)

@@ -36,8 +36,15 @@ class Ending:
 
         Args:
             show: also show the summary.
+
+        Raises:
+            Exception: the attempt to save it failed; the summary is written.
         """
-        await self.save()
+        try:
+            await self.save()
+        except Exception as error:
+            self._summarise("failed", f"step {self._run.step} could not be saved: {error}")
+            raise
         self._summarise("stopped", show=show)
 
     async def fail(self, error: Exception, cause: str) -> None:

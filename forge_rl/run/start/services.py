@@ -72,14 +72,21 @@ async def running_services(
         ForgeError: a service did not start; the others are stopped.
     """
     started: list[_Stoppable] = []
+
+    async def stop() -> list[BaseException]:
+        # One service that cannot stop must not keep the others running.
+        results = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
+        return [result for result in results if isinstance(result, BaseException)]
+
     try:
         yield await _start_services(prepared, checked, hosts, started, reward=reward, environment=environment)
-    finally:
-        # One service that cannot stop must not keep the others running.
-        stopped = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
-        for failure in stopped:
-            if isinstance(failure, BaseException):
-                raise failure
+    except BaseException as error:
+        # The user needs the error that ended the body, or the signal, and not what follows from it.
+        for failure in await stop():
+            error.add_note(f"a service could not be stopped: {failure}")
+        raise
+    for failure in await stop():
+        raise failure
 
 
 async def _start_services(

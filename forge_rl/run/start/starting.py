@@ -183,7 +183,11 @@ class Starting(Generic[C]):
                 except asyncio.CancelledError:
                     monitor.log.event("stopping: a second signal stops immediately, without saving")
                     if ending is not None:
-                        await ending.stop()
+                        try:
+                            await ending.stop()
+                        # It may not replace the cancellation, on which the program's exit status depends.
+                        except Exception as error:
+                            monitor.log.warn(f"step {run.step} could not be saved: {error}")
                     raise
                 except Exception as error:
                     # An error from another process carries that process's trace, which says more than this one's.
