@@ -169,7 +169,8 @@ class ContainerSession(CodeSession):
 
     async def _open(self) -> DurableSession | RentedSession:
         async with contextlib.AsyncExitStack() as stack:
-            session = await stack.enter_async_context(await self._place.open())
+            session = await self._place.open()
+            stack.push_async_callback(session.close)
             if self._hidden:
                 # Tests that the image holds would show the model what it is judged by.
                 result = await session.run(["rm", "-rf", "--", *self._hidden], folder="/")
