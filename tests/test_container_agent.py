@@ -16,7 +16,9 @@ from benchmarks.report import BenchmarkError
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.agent_command import AgentCommand
+from forge_rl.sandbox import SandboxError
 from forge_rl.types import Outcome, Sampling
+from forge_rl.worlds.container import Attempt, ContainerSession, JudgeSession
 from forge_rl.worlds.container_agent import ContainerAgents
 from recipes import agent_command
 from tests.commands import Command, metrics, tiny_run
@@ -91,6 +93,32 @@ def test_what_an_agent_does_in_the_container_is_scored(loop: asyncio.Runner, fol
     assert json.loads(line) == [3, "1 2\n", "lost\n"]
     assert [turn.text for turn in episode.turns] == [solution]
     assert episode_of(loop, folder, python(AGENT), ["true"]).reward == 0.0
+
+
+def test_first_commands_at_once_share_a_session_and_one_that_comes_late_leaves_none(loop: asyncio.Runner, folder: Path):
+    environment = build_environment(flag(folder))
+    [source] = sources_of(environment, 0).values()
+    container = environment.container(source.draw())._container
+
+    async def judge(session: JudgeSession, attempt: Attempt) -> tuple[float, dict[str, float]]:
+        return float(len({change.path for change in attempt.changes} & {"app/1", "app/2", "app/3"})), {}
+
+    async def work() -> float:
+        session = ContainerSession(container, judge)
+        opening = asyncio.ensure_future(session.execute("true"))
+        await asyncio.sleep(0)
+        await session.close()  # the session that the command opens meanwhile, too
+        with pytest.raises(SandboxError, match=r"is closed|is gone"):
+            await opening
+        assert await session.execute("true") is None
+        session = ContainerSession(container, judge)
+        try:
+            await asyncio.gather(*(session.execute(f"touch /app/{number}") for number in (1, 2, 3)))
+            return (await session.score())[0]
+        finally:
+            await session.close()
+
+    assert loop.run(work()) == 3.0, "all changes are in one session"
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,20 @@ async def test_a_form_that_is_asked_for_reaches_the_engine_whichever_the_api():
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_no_engine_can_decode_is_refused_also_in_a_stream(stream: bool):
+    backend = FakeBackend()
+    async with client_of(backend) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="whitespace_pattern"):
+            await client.chat.completions.create(
+                model="fake",
+                messages=HI,
+                stream=stream,
+                extra_body={"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
+            )
+    assert not backend.asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 async def test_tools_are_forced_by_what_the_engine_may_decode(choice: Any, stream: bool):
     backend = FakeBackend([CALL])

@@ -13,6 +13,7 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 
+from forge_rl.gateway.http import ClientGoneError, while_connected
 from forge_rl.types import Episode, Task, Turn
 from tests.fake_backend import (
     EOS,
@@ -227,6 +228,32 @@ async def test_a_cancelled_request_ends_at_the_engine_and_leaves_no_turn():
         backend.gate.set()
         await agent.ask([HI])
         assert len(agent.session.close()) == 1
+
+
+async def test_a_session_ends_when_the_aborts_of_its_requests_have_ended():
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
+    async with agent_of(FakeBackend()) as agent:
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await may_end.wait()
+                has_ended.set()
+
+        async def disconnect() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        request = asyncio.ensure_future(while_connected(work(), disconnect, agent.session.running))  # type: ignore[arg-type]
+        await until(lambda: any(task.cancelling() for task in agent.session.running))
+        agent.session.close()
+        ending = asyncio.ensure_future(agent.session.ended())
+        await asyncio.sleep(0)
+        may_end.set()
+        await ending
+        assert has_ended.is_set()
+        with pytest.raises(ClientGoneError):
+            await request
 
 
 async def test_a_failed_request_leaves_no_turn():

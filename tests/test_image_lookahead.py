@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.envs.by_source import BySource
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.protocol import EnvFactory, Observation, Step, prepare_env
 from forge_rl.envs.task_list import TaskList
 from forge_rl.sandbox.images import ImageError, ImageStore
 from forge_rl.types import Task
@@ -49,6 +50,7 @@ def lookahead_of(store: FakeStore, **bounds: int) -> ImageLookahead:
 
 
 async def fetched(lookahead: ImageLookahead) -> None:
+    await asyncio.sleep(0)
     assert lookahead._fetching is not None
     await lookahead._fetching
 
@@ -116,6 +118,26 @@ async def test_a_pull_that_no_task_needs_any_more_is_cancelled():
     store.go_on.set()
     await fetched(lookahead)
     assert (store.pulls, store.held) == (["a", "b"], ["b"])
+    await lookahead.close()
+
+
+async def test_images_of_environments_that_share_a_folder_take_turns():
+    store = FakeStore()
+    lookahead = lookahead_of(store, most_images=3)
+
+    class Images(Preparing):
+        def prepare(self, tasks: Sequence[Task]) -> Mapping[str, float]:
+            return lookahead.prepare([task.id for task in tasks])
+
+    factory = BySource({"s": Images(), "other": Images()})
+    tasks = [Task(id=name, source=name.rstrip("123"), messages=(), truth={}) for name in ("s1", "s2", "s3", "other1")]
+    factory.prepare(tasks)
+    await store.begun.wait()
+    factory.prepare(tasks)
+    store.go_on.set()
+    await fetched(lookahead)
+    assert store.pulls == ["s1", "other1", "s2"], "no pull was cut off"
+    assert store.held == store.pulls
     await lookahead.close()
 
 
@@ -193,6 +215,16 @@ async def test_each_process_is_told_of_the_coming_tasks_of_its_sources(tmp_path:
         await asyncio.gather(*service._closing)
         assert service.pop_metrics() == {"environment/told": 4.0}
         assert service.pop_metrics() == {}
+
+
+def test_an_episode_s_own_prepare_is_not_called_with_the_coming_tasks():
+    class Prepared(NotingEnv):
+        def prepare(self) -> None:
+            raise AssertionError
+
+    for factory in (Prepared, partial(Prepared)):
+        assert prepare_env(cast(EnvFactory, factory), [task_of()]) == {}
+    assert prepare_env(partial(Preparing()), [task_of()]) == {"told": 1.0}  # an object with options
 
 
 async def test_layers_come_from_the_peers_that_variables_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import shlex
 import signal
 import subprocess
 import sys
@@ -122,6 +123,22 @@ async def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(s
         await session.close()
         assert not lives(pid)
     assert pids[0] != pids[1]
+
+
+async def test_a_server_of_one_episode_ends_with_a_reset_that_is_cancelled(tmp_path: Path):
+    path = tmp_path / "pid"
+    code = f"import os, time; open({str(path)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+    session = McpEnv(shlex.join([sys.executable, "-c", code]), per="session")(TASK)
+    resetting = asyncio.ensure_future(session.reset())
+    while not (path.exists() and path.read_text()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    resetting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resetting
+    await session.close()
+    async with asyncio.timeout(30):
+        while lives(int(path.read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_hung_shared_server_is_replaced_and_a_slow_one_is_not(server: str, monkeypatch: pytest.MonkeyPatch):

@@ -136,6 +136,22 @@ async def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
     assert end.reward == 1.0
 
 
+async def test_a_fork_that_answers_at_once_is_scored_on_the_files_so_far(environment: RepositoryEnv):
+    [source] = sources_of(environment, 0).values()
+    env = environment(source.draw())
+    try:
+        await reset_env(env)
+        text = "```sh\nsed -i s/-/+/ add.py\n```"
+        await step_env(env, text, parsed=(text, ()))
+        fork = await env.fork()
+        try:
+            assert (await step_env(fork, "Done.", parsed=("Done.", ()))).reward == 1.0
+        finally:
+            await fork.close()
+    finally:
+        await env.close()
+
+
 async def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: RepositoryEnv):
     async def main() -> None:
         env = environment(environment.tasks[0])

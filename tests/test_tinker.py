@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -431,7 +432,7 @@ def test_losses_are_those_of_the_api():
             TinkerLoss.read(kind, config)
 
 
-def test_a_journal_ends_where_a_kill_cut_it_off(tmp_path: Path):
+async def test_a_journal_ends_where_a_kill_cut_it_off(tmp_path: Path):
     journal = Journal(tmp_path / "journal")
     entries = [JournalEntry(seq=seq, kind="pass", body=bytes(range(seq))) for seq in range(1, 5)]
     for entry in entries:
@@ -442,8 +443,13 @@ def test_a_journal_ends_where_a_kill_cut_it_off(tmp_path: Path):
         assert journal.read() == entries[:3]
         journal.append(entries[3])
         assert journal.read() == entries
-    journal.keep(2)
-    assert journal.read() == entries[2:]
+    keeping = asyncio.ensure_future(journal.keep(2))
+    await asyncio.sleep(0)  # it has begun
+    entry = JournalEntry(seq=1, kind="optim_step", body=b"appended meanwhile")
+    journal.append(entry)
+    await keeping
+    assert journal.read() == [*entries[2:], entry]
+    assert os.listdir(tmp_path) == ["journal"]
 
 
 @pytest.mark.parametrize(

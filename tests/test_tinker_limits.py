@@ -37,17 +37,24 @@ async def test_a_state_that_cannot_be_read_at_the_start_costs_its_tenant_alone(t
             await client.result(await client.step(model_id, 2))
         await ann.result(await ann.run(anns, 3))  # after the snapshot
         await bob.result(await bob.run(bobs, 3))
+        session_id = await ann.session()
+        other = await ann.model(session_id)
     (state,) = (tmp_path / "models" / anns).glob("snapshot-*/state")
-    state.write_text("{")
+    record, session = tmp_path / "models" / other / "model.json", tmp_path / "sessions" / f"{session_id}.json"
+    for path in (state, record, session, tmp_path / "models" / bobs / ".poison.json.partial"):
+        path.write_text("{")  # the last is what a kill leaves of a file
     trainer, stack = FakeTrainer(), contextlib.AsyncExitStack()
-    with pytest.warns(UserWarning, match=f"training {anns} of ann is left out"):
+    with pytest.warns(UserWarning, match="left out") as warned:
         server = await stack.enter_async_context(serving(tmp_path, trainer))
+    texts = [str(warning.message) for warning in warned]
+    assert [any(part in text for text in texts) for part in (f"{anns} of ann", str(record), str(session))] == [True] * 3
     async with stack:
         ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
         assert isinstance(await bob.result(await bob.run(bobs, 4)), bytes)
         await ann.run(anns, 4, status=404)
         assert trainer.adapters.states.keys() == {bobs}
     assert state.exists()  # for whoever repairs it
+    assert record.exists()
 
 
 async def test_an_error_that_its_client_has_not_got_outlives_the_server(tmp_path: Path):
@@ -144,6 +151,70 @@ async def test_a_checkpoint_that_a_kill_cut_off_is_none(tmp_path: Path):
             raise AssertionError("it is written")
 
         assert (await server._store.save(record, settings, write)).seq == 3  # computed again after a kill
+
+
+async def test_the_name_of_an_expired_checkpoint_is_free_and_a_damaged_one_costs_its_own_alone(tmp_path: Path):
+    async with serving(tmp_path, max_checkpoints=2) as server:
+        ann = Client(server.url, "ann")
+        model_id = await ann.model(await ann.session())
+
+        async def save(seq: int, path: str) -> dict[str, Any]:
+            promise = await ann.post("save_weights", model_id=model_id, path=path, seq_id=seq, ttl_seconds=60)
+            answer: dict[str, Any] = await ann.result(promise["request_id"])
+            return answer
+
+        def record(path: str) -> Path:
+            return tmp_path / "models" / model_id / "weights" / path / "checkpoint.json"
+
+        await save(1, "one")
+        fields = json.loads(record("one").read_text())
+        record("one").write_text(json.dumps({**fields, "expires_at": "2020-01-01T00:00:00+00:00"}))
+        assert (await save(2, "one"))["path"].endswith("one")
+        assert "already" in (await save(3, "one"))["error"]
+        await save(4, "two")
+        assert "the most it may have" in (await save(5, "three"))["error"]
+        record("two").write_text("{")
+        with pytest.warns(UserWarning, match="two/checkpoint.json cannot be read"):
+            assert [card["checkpoint_id"] for card in (await ann.get("checkpoints"))["checkpoints"]] == ["weights/one"]
+        assert "two/checkpoint.json cannot be read" in (await save(6, "two"))["error"]
+
+
+async def test_a_sample_that_is_cancelled_before_it_begins_gives_back_its_place(tmp_path: Path):
+    async with serving(tmp_path) as server:
+        ann = Client(server.url, "ann")
+        opened = {"session_id": await ann.session(), "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler_id = (await ann.post("create_sampling_session", **opened))["sampling_session_id"]
+        sample = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        await server._sample("ann", json.dumps(sample | {"sampling_params": {}}).encode(), None)  # type: ignore[arg-type]
+        server._sampling[f"{sampler_id}:0"].cancel()
+        assert "was cancelled" in (await ann.result(f"{sampler_id}:0"))["error"]
+        assert not server._sampling
+        assert server._tenants._requests["ann"] == 0
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_a_result_counts_as_sent_if_its_client_is_still_there(tmp_path: Path, gives_up: bool):
+    async with serving(tmp_path) as server:
+        promise = server._promises.open("x", "ann")
+        promise.keep(FutureResult(body=b"1"))
+        messages = [{"type": "http.request", "body": b'{"request_id": "x"}'}, {"type": "http.disconnect"}]
+        responses = list[dict[str, Any]]()
+
+        async def receive() -> dict[str, Any]:
+            if len(messages) == 1 and not gives_up:
+                await asyncio.Event().wait()
+            return messages.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            responses.append(message)
+
+        named = {"host": "127.0.0.1", "x-api-key": KEYS["ann"], "content-type": "application/json"}
+        headers = [(name.encode(), value.encode()) for name, value in named.items()]
+        route = {"method": "POST", "path": "/api/v1/retrieve_future", "root_path": "", "query_string": b""}
+        scope = {"type": "http", "http_version": "1.1", "headers": headers, "client": ("127.0.0.1", 1), **route}
+        await server._app()(scope, receive, send)  # type: ignore[arg-type]
+        assert responses[0]["status"] == 200
+        assert promise.is_sent is not gives_up
 
 
 def test_results_of_one_tenant_do_not_make_the_server_forget_another_s(monkeypatch: pytest.MonkeyPatch):

@@ -67,6 +67,12 @@ async def test_calls_go_side_by_side_and_errors_are_told(script: list[str], tmp_
     assert "a line for the log" in (tmp_path / "log").read_text()
 
 
+async def test_a_worker_for_which_the_machine_has_no_room_is_the_error_of_its_start(script: list[str], tmp_path: Path):
+    (tmp_path / "full").touch()
+    with pytest.raises(ForgeError, match=r"w cannot be started: .*File exists"):
+        await Worker.start("w", script, log=tmp_path / "full" / "log")
+
+
 async def test_a_worker_that_is_killed_ends_its_calls_and_all_that_it_started(
     script: list[str], tmp_path: Path, nothing_left: None
 ):

@@ -178,9 +178,7 @@ def leaves_of(factory: EnvFactory) -> int:
     Raises:
         ConfigError: its `leaves` is not a positive integer.
     """
-    # `--env FILE.py:NAME,KEY=VALUE` binds options with a partial, which lacks the attributes of what it wraps.
-    base_factory = factory.func if isinstance(factory, functools.partial) else factory
-    leaves = getattr(base_factory, "leaves", 1)
+    leaves = getattr(_base_factory(factory), "leaves", 1)
     if type(leaves) is not int or leaves < 1:
         raise ConfigError(
             f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
@@ -190,7 +188,13 @@ def leaves_of(factory: EnvFactory) -> int:
 
 def sees_thoughts(factory: EnvFactory) -> bool:
     """Return True if a factory's environments see the model's thoughts."""
-    return bool(getattr(factory.func if isinstance(factory, functools.partial) else factory, "thoughts", False))
+    return bool(getattr(_base_factory(factory), "thoughts", False))
+
+
+def _base_factory(factory: EnvFactory) -> object:
+    """Return the factory without options: `--env FILE.py:NAME,KEY=VALUE` binds them with a partial, which lacks the
+    attributes of what it wraps."""
+    return factory.func if isinstance(factory, functools.partial) else factory
 
 
 def make_env(factory: EnvFactory, task: Task) -> Env:
@@ -211,9 +215,10 @@ def make_env(factory: EnvFactory, task: Task) -> Env:
 
 def prepare_env(factory: EnvFactory, tasks: Sequence[Task]) -> Mapping[str, float]:
     """Let a factory with a `prepare` begin to fetch what coming tasks need; return its counts."""
-    prepare = getattr(factory.func if isinstance(factory, functools.partial) else factory, "prepare", None)
+    base_factory = _base_factory(factory)
+    prepare = getattr(base_factory, "prepare", None)
     # In a class that is its own factory, `prepare` can only be a method of one episode's environment.
-    if prepare is None or isinstance(factory, type) or not tasks:
+    if prepare is None or isinstance(base_factory, type) or not tasks:
         return {}
     counts: Mapping[str, float] = prepare(tasks)
     return counts

@@ -62,13 +62,16 @@ class Worker:
         """Start a worker and wait until it is ready.
 
         Raises:
-            ForgeError: the worker exited, reported an error, or took too long.
+            ForgeError: the worker cannot be started, exited, reported an error, or took too long.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        process = _spawn(command, log)
-        loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LINE_BYTES)
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
-        calls, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            process = _spawn(command, log)
+            loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=_LINE_BYTES)
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), process.stdout)
+            calls, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+        except OSError as error:
+            raise ForgeError(f"{name} cannot be started: {error}", hint="free processes, memory or disk") from error
         worker = cls(name, process, lines, calls, log)
         try:
             async with asyncio.timeout(deadline_s):

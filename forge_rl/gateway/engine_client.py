@@ -59,33 +59,33 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         """Decode the completions of a prompt; yields vLLM's RequestOutputs, streamed or whole."""
         state, built_prompt = REQUEST.get(), prompt["forge_rl"]
-        choices = [self._choice(built_prompt, params, index, state) for index in range(params.n)]
-        state.choices += choices
-        # All completions of a prompt have one constraint.
-        constraint = choices[0].sampling.extra.get("structured_outputs")
-        if isinstance(constraint, Mapping):
-            await self._check_constraint(constraint, "" if state.session is None else state.session.key)
-        prompt_ids, output_queue = built_prompt.token_ids.tolist(), asyncio.Queue[Any]()
-
-        def output(outputs: list[Any]) -> Any:
-            is_finished = all(choice.finish for choice in choices)
-            of_prompt = self._of_prompt(choices[0])
-            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
-
-        def show(choice: CompletionChoice, added: CompletionDelta) -> None:
-            output_queue.put_nowait(output([_output(choice, added)]))
-
-        async def decode() -> None:
-            async with task_group() as group:
-                for choice in choices:
-                    group.create_task(self._decode(choice, state, show if streamed else None))
-
-        streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-        decode_task = asyncio.ensure_future(decode())
-        # Wakes the loop below however decoding ends.
-        decode_task.add_done_callback(lambda _: output_queue.put_nowait(None))
-        state.decoding.append(decode_task)
         try:
+            choices = [self._choice(built_prompt, params, index, state) for index in range(params.n)]
+            state.choices += choices
+            # All completions of a prompt have one constraint.
+            constraint = choices[0].sampling.extra.get("structured_outputs")
+            if isinstance(constraint, Mapping):
+                await self._check_constraint(constraint, "" if state.session is None else state.session.key)
+            prompt_ids, output_queue = built_prompt.token_ids.tolist(), asyncio.Queue[Any]()
+
+            def output(outputs: list[Any]) -> Any:
+                is_finished = all(choice.finish for choice in choices)
+                of_prompt = self._of_prompt(choices[0])
+                return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
+
+            def show(choice: CompletionChoice, added: CompletionDelta) -> None:
+                output_queue.put_nowait(output([_output(choice, added)]))
+
+            async def decode() -> None:
+                async with task_group() as group:
+                    for choice in choices:
+                        group.create_task(self._decode(choice, state, show if streamed else None))
+
+            streamed = params.output_kind == vllm.RequestOutputKind.DELTA
+            decode_task = asyncio.ensure_future(decode())
+            # Wakes the loop below however decoding ends.
+            decode_task.add_done_callback(lambda _: output_queue.put_nowait(None))
+            state.decoding.append(decode_task)
             while (request_output := await output_queue.get()) is not None:
                 yield request_output
             # Raises what decoding raised; after a success it returns at once.

@@ -22,6 +22,7 @@ from forge_rl.gateway.connections import KEEP_ALIVE_S, HttpProtocol, OpenConnect
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.runtime.private_network import has_way_out, listen_outside
+from forge_rl.system.tasks import cancel_once
 
 CLIENT_GONE = 499
 """Status, in the metrics, of a request whose client disconnected."""
@@ -230,6 +231,8 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
     # The body has been read, so that the only message left is the disconnect.
     watch = asyncio.ensure_future(until_gone())
     running.add(task)
+    # Not before its abort has ended, for which `Session.ended` waits.
+    task.add_done_callback(running.discard)
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -239,8 +242,8 @@ async def while_connected(work: Coroutine[Any, Any, None], receive: Receive, run
         task.result()
     finally:
         watch.cancel()
-        running.discard(task)
         if not task.done():
-            task.cancel()
+            # Closing the session may have begun the abort.
+            cancel_once(task)
             # Wait for the abort, so that the request has left its engine when the connection is given up.
             await asyncio.gather(task, return_exceptions=True)

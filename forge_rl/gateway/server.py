@@ -33,6 +33,7 @@ from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import GatewayContext
 from forge_rl.services.policy_backend import Backend
+from forge_rl.system.tasks import cancel_once
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.tokens.tool_parsers import PARSED, ToolParser, parser_for, reasoning_parser_for
 from forge_rl.types import Sampling
@@ -186,7 +187,7 @@ class Gateway:
         for session in self._keys.sessions:
             session.close()
         for task in self._running:
-            task.cancel()
+            cancel_once(task)
         if self._http is not None:
             await self._http.stop()
         gc.unfreeze()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from forge_rl.gateway.errors import ApiError
 from forge_rl.system.seeds import derive_seed
+from forge_rl.system.tasks import cancel_once
 from forge_rl.token_arrays import TokenIds
 from forge_rl.types import Sampling, Turn
 
@@ -85,7 +86,7 @@ class Session:
             self.closed = True
             self.on_close()
             for task in self.running:
-                task.cancel()
+                cancel_once(task)
         return self.turns
 
     async def ended(self) -> None:

@@ -50,6 +50,12 @@ class TaskGroup(asyncio.TaskGroup):
         return await super().__aexit__(kind, error, trace)
 
 
+def cancel_once(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, unless it is being cancelled: a second cancellation would cut off how it cleans up."""
+    if not task.cancelling():
+        task.cancel()
+
+
 @contextlib.asynccontextmanager
 async def task_group() -> AsyncIterator[TaskGroup]:
     """Run a TaskGroup that raises the first ForgeError, or else the first error, not an exception group."""

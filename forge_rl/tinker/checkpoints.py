@@ -7,10 +7,11 @@ import datetime
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from forge_rl.errors import CheckpointError
 from forge_rl.gateway.errors import ApiError
@@ -22,6 +23,7 @@ _RECORD = "checkpoint.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = re.compile(r"[A-Za-z0-9-]{1,80}:train:[0-9]{1,9}")
 _MOST_METADATA = 16384
+Record = TypeVar("Record", "AdapterRecord", "AdapterCheckpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +120,15 @@ class CheckpointStore:
         write_whole(folder / "model.json", json.dumps(asdict(record)).encode())
 
     def records(self, tenant: str | None = None) -> list[AdapterRecord]:
-        """Return the trainings of a tenant, or of all, oldest first."""
+        """Return the trainings of a tenant, or of all, oldest first; warns of those whose files cannot be read."""
         records = []
         for path in self._folder.glob("*/model.json"):
             try:
-                record = AdapterRecord(**json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}", hint="move its folder away") from error
+                record = _read(AdapterRecord, path)
+            except CheckpointError as error:
+                # Whose it is cannot be known, and other tenants' must not be lost with it.
+                warnings.warn(f"a training is left out: {error}", stacklevel=2)
+                continue
             if tenant in (None, record.tenant):
                 records.append(record)
         return sorted(records, key=lambda record: record.created)
@@ -134,11 +138,12 @@ class CheckpointStore:
 
         Raises:
             ApiError: there is none.
+            CheckpointError: it cannot be read.
         """
         path = self._folder / model_id / "model.json"
         # Ids come from clients; the pattern keeps the path inside of the folder.
         if _MODEL.fullmatch(model_id) and path.is_file():
-            record = AdapterRecord(**json.loads(path.read_text()))
+            record = _read(AdapterRecord, path)
             # Another tenant's training is answered like one that does not exist.
             if record.tenant == tenant:
                 return record
@@ -156,8 +161,12 @@ class CheckpointStore:
                 continue
             try:
                 # The record is written last in a folder that is renamed when it is whole: where it is, so is all else.
-                checkpoint = AdapterCheckpoint(**json.loads(path.read_text()))
+                checkpoint = _read(AdapterCheckpoint, path)
             except FileNotFoundError:  # deleted meanwhile
+                continue
+            except CheckpointError as error:
+                # It must not keep its tenant from the others, nor from saving more.
+                warnings.warn(f"a checkpoint is left out: {error}", stacklevel=2)
                 continue
             # No timer deletes them: they go when they are next listed.
             if checkpoint.is_expired:
@@ -176,13 +185,14 @@ class CheckpointStore:
 
         Raises:
             ApiError: there is no such checkpoint, or it has expired.
+            CheckpointError: it cannot be read.
         """
         parts = path.removeprefix("tinker://").split("/") if path.startswith("tinker://") else []
         if len(parts) == 3 and parts[1] in _TYPES and _NAME.fullmatch(parts[2]):
             record = self.record(parts[0], tenant)
             folder = self.folder(parts[0]) / parts[1] / parts[2]
             if (folder / _RECORD).is_file():
-                checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
+                checkpoint = _read(AdapterCheckpoint, folder / _RECORD)
                 if not checkpoint.is_expired:
                     return record, checkpoint, folder
         raise ApiError(404, f"there is no checkpoint {path[:200]!r}", param="path", code="not_found")
@@ -212,6 +222,7 @@ class CheckpointStore:
 
         Raises:
             ApiError: the name is malformed or taken, or the tenant has too many checkpoints.
+            CheckpointError: the checkpoint of this name cannot be read.
             OSError: it cannot be written.
         """
         if not _NAME.fullmatch(settings.name):
@@ -221,12 +232,12 @@ class CheckpointStore:
         if len(json.dumps(dict(settings.user_metadata or {}))) > _MOST_METADATA:
             raise ApiError(400, f"user_metadata is longer than {_MOST_METADATA} letters", param="user_metadata")
         folder = self.folder(record.model_id) / settings.kind / settings.name
-        if (folder / _RECORD).is_file():
-            checkpoint = AdapterCheckpoint(**json.loads((folder / _RECORD).read_text()))
-            if checkpoint.seq >= settings.seq:  # the request is computed again after a failure
-                return checkpoint
+        current = _read(AdapterCheckpoint, folder / _RECORD) if (folder / _RECORD).is_file() else None
+        if current is not None and current.seq >= settings.seq:  # the request is computed again after a failure
+            return current
+        if current is not None and not current.is_expired:
             if not settings.overwrite:
-                raise ApiError(400, f"there is a checkpoint {checkpoint.path} already", param="path")
+                raise ApiError(400, f"there is a checkpoint {current.path} already", param="path")
         # Counting reads a file for each checkpoint, so that it is left to a thread.
         elif len(await asyncio.to_thread(lambda: list(self.all_of(record.tenant)))) >= self._max_checkpoints:
             raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
@@ -261,6 +272,21 @@ class CheckpointStore:
 def now() -> str:
     """Return the time in ISO format."""
     return _now().isoformat()
+
+
+def _read(kind: type[Record], path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return kind(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="move its folder away") from error
 
 
 def _now() -> datetime.datetime:

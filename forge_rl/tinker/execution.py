@@ -107,7 +107,7 @@ class RequestExecutor:
         (partial / "results.json").write_text(json.dumps(results))
         # The snapshot counts from here on; a kill before leaves the earlier one and the whole journal.
         partial.rename(training.folder / f"snapshot-{seq}")
-        training.journal.keep(seq)
+        await training.journal.keep(seq)
         training.snapshot_updates = training.updates
         if earlier is not None:
             shutil.rmtree(earlier[1], ignore_errors=True)

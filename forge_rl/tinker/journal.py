@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
-
-from forge_rl.system.folders import write_whole
 
 Kind = Literal["create", "pass", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -31,7 +31,7 @@ class Journal:
     """A file of requests, appended to before their client hears that they are accepted.
 
     journal = Journal(folder / "journal")
-    journal.append(Entry(seq=3, kind="optim_step", body=body))
+    journal.append(JournalEntry(seq=3, kind="optim_step", body=body))
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,10 +85,39 @@ class Journal:
             os.truncate(self._path, place)
         return entries
 
-    def keep(self, after: int) -> None:
-        """Keep only the requests after a sequence number; a snapshot has the effect of the earlier ones."""
-        entries = [entry for entry in self.read() if entry.seq > after]
-        write_whole(self._path, b"".join(map(_encode, entries)))
+    async def keep(self, after: int) -> None:
+        """Keep only the requests after a sequence number; a snapshot has the effect of the earlier ones.
+
+        Requests may be appended meanwhile, and are kept.
+
+        Raises:
+            OSError: it cannot be written; the file has not changed.
+        """
+        size, copy = self.size, self._path.with_name(f".{self._path.name}.partial")
+        try:
+            # In a thread, as a journal may have a GiB, and the event loop has other clients.
+            await asyncio.to_thread(self._copy, copy, after, size)
+            # Without an await until the rename, so that nothing is appended behind the part that is copied here.
+            with self._path.open("rb") as file, copy.open("ab") as copy_file:
+                file.seek(size)
+                shutil.copyfileobj(file, copy_file)
+            copy.replace(self._path)
+        finally:
+            copy.unlink(missing_ok=True)
+
+    def _copy(self, copy: Path, after: int, size: int) -> None:
+        """Copy the requests after a sequence number from the first `size` bytes."""
+        with self._path.open("rb") as file, copy.open("wb") as copy_file:
+            while file.tell() < size:
+                head = file.read(_HEAD.size)
+                num_bytes, _, seq, _ = _HEAD.unpack(head)
+                # Bodies that go are not read: those of a long training's passes are most of the file.
+                if seq <= after:
+                    file.seek(num_bytes, os.SEEK_CUR)
+                else:
+                    copy_file.write(head + file.read(num_bytes))
+            copy_file.flush()
+            os.fsync(copy_file.fileno())  # else the rename may reach the disk before the content
 
 
 def _encode(entry: JournalEntry) -> bytes:

@@ -423,7 +423,7 @@ class TinkerServer:
         sequences = [f"{request_id}:{index}" for index in range(values.num_samples)]
         if request_id not in self._promises:
             admission = self._tenants.in_flight(tenant, tokens=self._samples.tokens_of(values), body_bytes=len(body))
-            # Entered here, so that a refusal is this response. The task leaves it when its samples are done.
+            # Entered here, so that a refusal is this response, and left when the task ends.
             admission.__enter__()
             promise = self._promises.open(request_id, tenant)
 
@@ -432,18 +432,20 @@ class TinkerServer:
                     result, counts = await self._samples.sample(values, sampler, tenant)
                     self._tenants.count(tenant, **counts)
                     promise.keep(result)
-                except asyncio.CancelledError:
-                    promise.fail(ApiError(499, "the request was cancelled"))
-                    raise
                 except Exception as error:
                     promise.fail(error)
                     if not isinstance(error, ApiError | ForgeError):
                         raise
-                finally:
-                    admission.__exit__(None, None, None)
-                    del self._sampling[request_id]
+
+            def end(task: asyncio.Task[None]) -> None:
+                if task.cancelled():
+                    promise.fail(ApiError(499, "the request was cancelled"))
+                admission.__exit__(None, None, None)
+                del self._sampling[request_id]
 
             self._sampling[request_id] = asyncio.create_task(work())
+            # No `finally` of the task, as one that is cancelled before its first step never enters its body.
+            self._sampling[request_id].add_done_callback(end)
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": sequences})
 
     async def _cancel(self, tenant: str, body: bytes, request: Request) -> Response:
@@ -461,8 +463,9 @@ class TinkerServer:
                 await promise.done.wait()
         except TimeoutError:
             return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
-        # A client that loses the response can ask again until the promise is forgotten or the server restarts.
-        promise.is_sent = True
+        # A client that gave up while it waited asks again, also after a restart. One that loses the response can ask
+        # again until the promise is forgotten or the server restarts.
+        promise.is_sent |= not await request.is_disconnected()
         kind = wire.PROTOBUF if promise.answer.is_protobuf else "application/json"
         return Response(promise.answer.body, media_type=kind)
 

@@ -105,9 +105,8 @@ class Trainings:
                 continue
             if record.tenant not in self._tenants:  # its key is gone: it takes no memory, and goes on if it comes back
                 continue
-            training = Training(record, (folder / "session").read_text(), folder)
             try:
-                await self._take_up(training)
+                await self._take_up(Training(record, (folder / "session").read_text(), folder))
             except (CheckpointError, ModelError, OSError, ValueError) as error:
                 warnings.warn(f"training {record.model_id} of {record.tenant} is left out: {error}", stacklevel=2)
                 with contextlib.suppress(ForgeError):
@@ -120,7 +119,11 @@ class Trainings:
             training.poison = set(json.loads(poison.read_text()))
         # Snapshots and checkpoints that a kill cut off.
         for partial in (*folder.glob("*.partial"), *folder.glob("*/.*.partial")):
-            shutil.rmtree(partial)
+            # A small file that is written whole has such a name, too.
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
         entries = training.journal.read()
         results: dict[str, tuple[bool, str]] = {}
         if training.snapshot is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -87,11 +89,12 @@ class ContainerSession(CodeSession):
         self._container, self._judge = container, judge
         self._hidden = hidden
         self._session = session
+        self._opening = asyncio.Lock()
         self._place = place_of(
             container.reference, container.limits, store=container.store, provider=container.provider
         )
         self._is_spent = False
-        """Whether commands have ended the session."""
+        """Whether the session has ended: by its commands, or closed."""
 
     async def run(self, commands: str) -> str:
         """Run command lines in the image's shell; return what the model is shown.
@@ -118,9 +121,11 @@ class ContainerSession(CodeSession):
         Raises:
             SandboxError: as `run`.
         """
-        if self._is_spent:
-            return None
-        session = self._session or await self._open()
+        # An agent may send its first commands at once: they share one session.
+        async with self._opening:
+            if self._is_spent:
+                return None
+            session = self._session or await self._open()
         container = self._container
         result = await session.run(
             command,
@@ -153,23 +158,31 @@ class ContainerSession(CodeSession):
 
     async def close(self) -> None:
         """End the session."""
-        try:
-            if self._session is not None:
-                await self._session.close()
-        finally:
-            await self._place.close()
+        # The command of an agent that was killed may still open it.
+        async with self._opening:
+            self._is_spent = True
+            try:
+                if self._session is not None:
+                    await self._session.close()
+            finally:
+                await self._place.close()
 
     async def _open(self) -> DurableSession | RentedSession:
-        self._session = await self._place.open()
-        if self._hidden:
-            # Tests that the image holds would show the model what it is judged by.
-            result = await self._session.run(["rm", "-rf", "--", *self._hidden], folder="/")
-            if result.status != 0:
-                raise TaskError(
-                    f"{self._hidden[0]} cannot be hidden in {self._container.reference}: {result.stderr[-200:]}",
-                    hint="the image needs rm, and a user who may delete its tests",
-                )
-        return self._session
+        async with contextlib.AsyncExitStack() as stack:
+            session = await self._place.open()
+            stack.push_async_callback(session.close)
+            if self._hidden:
+                # Tests that the image holds would show the model what it is judged by.
+                result = await session.run(["rm", "-rf", "--", *self._hidden], folder="/")
+                if result.status != 0:
+                    raise TaskError(
+                        f"{self._hidden[0]} cannot be hidden in {self._container.reference}: {result.stderr[-200:]}",
+                        hint="the image needs rm, and a user who may delete its tests",
+                    )
+            # Set once the tests are hidden: a command after one that was cut off here must not see them.
+            self._session = session
+            stack.pop_all()
+        return session
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Stop the model's session, and judge its changes in a fresh one; return the reward and its parts."""

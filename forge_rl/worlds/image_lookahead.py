@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -47,6 +48,10 @@ class ImageLookahead:
         self._held: dict[str, tuple[contextlib.AsyncExitStack, str]] = {}
         """By reference, the stack that holds an image in place, and the image's digest."""
         self._fetching: asyncio.Task[None] | None = None
+        self._lists: list[Sequence[str]] = []
+        """References of the calls since the event loop last went on, a list for each."""
+        self._turn: asyncio.Handle | None = None
+        """Begins to fetch these when the event loop goes on; None if there are none."""
         self._wanted: list[str] = []
         """References named by the latest call, those needed first ahead."""
         self._pulling = ""
@@ -64,23 +69,33 @@ class ImageLookahead:
     def prepare(self, references: Sequence[str]) -> Mapping[str, float]:
         """Begin to fetch images in this order, instead of those named before.
 
-        A pull of an image that is named again continues.
+        A pull of an image that is named again continues. Calls in one turn of the event loop count as one, as
+        environments that share a folder are told of their tasks one after another; their images take turns.
 
         Returns:
             Counts since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`;
             `image_prefetched`, uses of images that were in place; `image_late`, uses of images that were not, although
             a call before the latest had named them; and `image_prefetch_failed`, prefetches that failed.
         """
+        self._lists.append(references)
+        if self._turn is None:
+            self._turn = asyncio.get_running_loop().call_soon(self._begin)
+        counts, self._counts = self._counts, defaultdict(float)
+        return counts
+
+    def _begin(self) -> None:
+        """Begin to fetch what the calls of one turn have named."""
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*self._lists))
+        names = dict.fromkeys(name for name in in_turn if name is not None)
+        self._lists, self._turn = [], None
         self._foreseen = set(self._wanted) - self._ready
-        self._wanted, self._failed = list(dict.fromkeys(references))[: self._most_images], set()
+        self._wanted, self._failed = list(names)[: self._most_images], set()
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(None))
         # A pull that is still wanted goes on, and its loop then sees the new list; another one is cut off.
         elif self._pulling not in self._wanted:
             self._fetching.cancel()
             self._fetching = asyncio.get_running_loop().create_task(self._fetch(self._fetching))
-        counts, self._counts = self._counts, defaultdict(float)
-        return counts
 
     @contextlib.asynccontextmanager
     async def use(self, reference: str) -> AsyncIterator[ContainerImage]:
@@ -111,6 +126,8 @@ class ImageLookahead:
     async def close(self) -> None:
         """Stop fetching and serving, and hold nothing."""
         self._serving.close()
+        if self._turn is not None:
+            self._turn.cancel()
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.wait([self._fetching])

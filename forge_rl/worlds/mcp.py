@@ -86,7 +86,13 @@ class McpEnv(ToolSettings):
             ForgeError: the server does not start; gives the cause.
         """
         if self.per == "session":
-            return await McpConnection(self).opened()
+            connection = McpConnection(self)
+            try:
+                return await connection.opened()
+            except BaseException:
+                # Also if the episode was cancelled: it does not know of the connection yet.
+                await connection.close()
+                raise
         if self._shared:
             # A server that may hang is not used before it is known whether it does.
             await self._shared[0].checked()
@@ -133,6 +139,9 @@ class McpConnection:
     async def close(self) -> None:
         """Close the connection, and stop the server if it is a command; waits no longer than `_CLOSE_S`."""
         self._stop.set()
+        if not self._ready.done():
+            # It may still wait for the server to start.
+            self._holding.cancel()
         tasks = [self._holding] if self._checking is None else [self._holding, self._checking]
         await asyncio.wait(tasks, timeout=_CLOSE_S)
 

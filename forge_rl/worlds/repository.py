@@ -244,11 +244,16 @@ class RepositorySession(CodeSession):
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Close the model's session, and run the tests in another."""
         changes: Sequence[Change] = ()
-        if self._session is not None:
-            changes = (await self._session.changes()).changes
+        # A fork has no session before its first command, but the files of the commands that it would rerun.
+        if self._session is not None or self._log:
+            changes = await self._surviving(self._changes)
             await self._end()
         verdict = await self._surviving(functools.partial(self._verdict, changes))
         return float(verdict.all_passed), {"tests_passed": sum(verdict.passed.values()) / len(verdict.passed)}
+
+    async def _changes(self) -> Sequence[Change]:
+        session = self._session or await self._rerun()
+        return (await session.changes()).changes
 
     async def _verdict(self, changes: Sequence[Change]) -> Verdict:
         """Run the tests in a session of their own."""
