@@ -103,6 +103,24 @@ def test_too_many_weak_groups_are_an_error_that_names_their_rewards() -> None:
         complete()
 
 
+def test_weak_groups_of_a_round_are_observed_once_though_one_is_too_many() -> None:
+    plan = Plan(max_lag=0, dynamic_sampling=True, max_replaced=1)
+    plan.planner.fill(0, idle=False)
+
+    def complete() -> None:
+        for group in plan.planner.incomplete_groups():
+            plan.complete(group, uniform=True)
+
+    complete()
+    assert plan.planner.pop_batch() is None
+    complete()
+    with pytest.raises(TaskError, match="source a yielded 4 unusable groups in a row"):
+        plan.planner.pop_batch()
+    complete()
+    assert plan.planner.pop_batch() is None
+    assert [group.task.id for group in plan.tasks.observed] == ["a1", "a2", "b1", "a3", "a4", "b2", "a5", "a6", "b3"]
+
+
 def test_a_surplus_group_is_carried_on_until_its_deadline_and_then_dropped() -> None:
     plan = Plan(max_lag=2, over_sampling=2.0)
     plan.planner.fill(0, idle=False)

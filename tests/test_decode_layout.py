@@ -17,6 +17,7 @@ from forge_rl.services import generator_config
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
 MOE = {**SMALL, "num_experts": 6, "moe_intermediate_size": 36}
+DENSE_FIRST = {**MOE, "intermediate_size": 36, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
 
 
 def check(folder: Path, config: dict[str, Any], *, engines: int = 1, **settings: Any) -> None:
@@ -29,6 +30,7 @@ def check(folder: Path, config: dict[str, Any], *, engines: int = 1, **settings:
     [
         (SMOLLM2, {}),
         (SMOLLM2, {"tensor_parallel_size": 3, "data_parallel_size": 2}),
+        ({**DENSE_FIRST, "first_k_dense_replace": 0, "mlp_only_layers": []}, {"tensor_parallel_size": 2}),
         (SMALL, {"tensor_parallel_size": 4}),  # pairs of workers hold the same key head
         (MOE, {"tensor_parallel_size": 2, "data_parallel_size": 3, "enable_expert_parallel": True}),
     ],
@@ -43,6 +45,13 @@ def test_layouts_that_work(config: dict[str, int], settings: dict[str, int], tmp
         (SMOLLM2, {"tensor_parallel_size": 2}, "2 devices .* 9 heads, 3 key heads", "one of 1, 3$"),
         (SMALL, {"tensor_parallel_size": 8}, "8 devices", "one of 1, 2, 4$"),
         (MOE, {"tensor_parallel_size": 2}, "of width 64 and 36", "one of 1$"),
+        (DENSE_FIRST, {"tensor_parallel_size": 2}, "of width 64 and 64 and 36", "one of 1$"),
+        (
+            {**MOE, "intermediate_size": 36, "mlp_only_layers": [0]},
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "of width 64 and 36",
+            "one of 1$",
+        ),
         (SMALL, {"routed_experts": True}, "no experts to be returned", "--generator.routed-experts"),
         (
             SMALL,

@@ -150,6 +150,14 @@ def test_whatever_changes_comes_back(values: list[int], changes: list[tuple[int,
     assert (again == new).all()
 
 
+@pytest.mark.parametrize(("numel", "item_bytes"), [(1, 2), (1, 4), (3, 1)])
+def test_a_whole_tensor_is_a_copy_that_later_changes_may_write_to(numel: int, item_bytes: int):
+    values = np.arange(numel).astype(f"<u{item_bytes}")
+    words = decode_whole(memoryview(encode(values, None).data), numel=numel, item_bytes=item_bytes)
+    assert words.tolist() == values.tolist()
+    assert words.flags.writeable
+
+
 def test_a_version_of_another_model_or_too_large_is_refused(address: str):
     publish(DeltaPublisher(address), 1, first())
     with pytest.raises(WeightsError, match="differ from the model"):

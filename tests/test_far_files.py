@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +112,28 @@ def test_a_model_is_copied_once_and_again_if_its_copy_is_damaged(tmp_path: Path)
     (made / "config.json").unlink()
     with pytest.raises(ModelError, match="changed while it was copied"):
         copy()
-    assert {path.name for path in (cache / "copies").iterdir()} == {made.name}, "nothing half is left"
+    names = {path.name for path in (cache / "copies").iterdir()}
+    assert names == {made.name, f".{made.name}.lock"}, "nothing half is left"
+
+
+def test_hosts_that_share_a_disk_copy_a_model_once(tmp_path: Path):
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    contents, meeting = contents_of(source), threading.Barrier(2)
+    opened: list[str] = []
+
+    def opening(name: str) -> Any:
+        opened.append(name)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(1.0)  # both hosts copy at once, if they can
+        return (source / name).open("rb")
+
+    with ThreadPoolExecutor(2) as hosts:
+        first, second = hosts.map(lambda _: copy_of(contents, opening, cache), range(2))
+    assert first == second
+    assert contents_of(first) == contents
+    assert opened == ["config.json"]
 
 
 def test_logs_of_another_host_are_appended_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ import uvicorn
 
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, PROTOCOL, RemoteServer, server, wire
-from forge_rl.engines.remote.engine import RemoteEngine, _header
+from forge_rl.engines.remote.engine import RemoteEngine, _header, _mismatches
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
@@ -96,7 +96,14 @@ class Engine:
                     fingerprints[entry.name] = _fingerprint(tensors[entry.name])
         manifest.attest(fingerprints, reader)
         self.version = manifest.version
-        return LoadReport(version=self.version, fingerprints=fingerprints, in_place=1, bytes_read=(9,), seconds={})
+        return LoadReport(
+            version=self.version,
+            fingerprints=fingerprints,
+            in_place=1,
+            bytes_read=(3 << 31,),
+            quantized_bytes=3 << 30,
+            seconds={},
+        )
 
     def close(self) -> None:
         pass
@@ -214,7 +221,8 @@ def test_only_weights_that_arrive_whole_and_attested_are_served(
         async with connected(engine, monkeypatch) as remote:
             manifest, weights = version(3)
             report = await remote.load(manifest, buckets(manifest, weights), reader="engine 7")
-            assert (report.version, report.in_place, report.bytes_read) == (3, 1, (9,))
+            assert (report.version, report.in_place, report.bytes_read) == (3, 1, (3 << 31,))
+            assert report.quantized_bytes == 3 << 30
             assert all((engine.loaded[name] == weight.float().numpy()).all() for name, weight in weights.items())
             following, others = version(4)
             with pytest.raises(WeightsError, match="bucket 1 is gone"):
@@ -333,6 +341,21 @@ def test_settings_that_do_not_fit_are_named(
 
     with pytest.raises(ConfigError, match=message):
         run(work)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "format_name", "fits"),
+    [
+        ("int8", "int8_per_channel_weight_only", True),
+        ("int8", "experts_int8", True),
+        ("fp8", "fp8_per_channel", True),
+        ("int8", "fp8_per_channel", False),
+        ("fp8", None, False),
+    ],
+)
+def test_a_server_rounds_weights_to_the_runs_format(quantization: Any, format_name: str | None, fits: bool) -> None:
+    settings = dataclasses.replace(SETTINGS, quantization=quantization)
+    assert (not _mismatches({**FACTS, "quantization": format_name}, settings)) == fits
 
 
 def test_a_wrong_key_is_refused_and_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

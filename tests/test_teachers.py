@@ -23,8 +23,10 @@ from forge_rl.run.plan import defaults
 from forge_rl.run.plan.defaults import check_teachers
 from forge_rl.run.plan.memory import plan_run
 from forge_rl.run.run_models import RunModels
+from forge_rl.services import teachers
 from forge_rl.services.completion import validate_scores
 from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.services.service_start import ServiceStart
 from forge_rl.services.teachers import Teachers, engine_settings, resolve_teachers
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.token_arrays import ScoredTokens
@@ -93,6 +95,45 @@ def test_scores_are_in_the_order_of_the_turns():
     kl = float(np.mean(policy.astype(np.float64) - np.concatenate([first, second])))
     counts = {"teacher/unscored": 0, "teacher/failed": 0, "teacher/unhinted": 0}
     assert found.metrics(batch) == {"teacher/kl": pytest.approx(kl), **counts}
+
+
+@pytest.mark.parametrize("culprit", ["b", "policy"])
+async def test_teachers_that_have_started_are_stopped_if_the_start_fails(culprit: str, monkeypatch: pytest.MonkeyPatch):
+    stopped: list[str] = []
+
+    class Started:
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        async def serve_model(self) -> None:
+            if self.folder.name == culprit:
+                await asyncio.sleep(0.01)  # until the other one has started
+                raise ServiceError("its weights are gone", service="teacher")
+
+        async def stop(self) -> None:
+            stopped.append(self.folder.name)
+
+    async def start(config: Any, start: Any, *, model: Path, seed: int) -> Started:
+        return Started(model)
+
+    async def start_policy() -> Any:
+        if culprit == "policy":
+            raise ServiceError("its weights are gone", service="generator")
+
+    monkeypatch.setattr(teachers.Generator, "start", start)
+    monkeypatch.setattr(teachers, "engine_settings", lambda *_: None)
+    place: Any = ServiceStart(cluster=None, faults=None, deadline_s=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ServiceError, match="its weights are gone"):
+        await Teachers.start(
+            TeachersConfig(models=("a=a", "b=b")),
+            {name: Path(name) for name in "ab"},
+            place,
+            policy=asyncio.ensure_future(start_policy()),
+            settings=GeneratorConfig(),
+            seed=0,
+            warn=print,
+        )
+    assert sorted(stopped) == ["a", "b"]
 
 
 class Spelled:

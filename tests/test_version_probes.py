@@ -85,6 +85,24 @@ async def test_an_adapter_that_did_not_arrive_is_named_also_if_it_is_another_one
         await run.probes.attest()
 
 
+async def test_a_version_is_probed_again_until_an_engine_has_answered() -> None:
+    run, answer = Run(), Engines.score_on_each
+
+    class Restarting(Engines):
+        async def score_on_each(self, ids: Any, *, adapter: str = "") -> dict[tuple[int, int], Logprobs]:
+            await answer(self, ids, adapter=adapter)
+            return {}
+
+    run.publish(0, "math")
+    run.engines.__class__ = Restarting
+    await run.probes.attest()
+    run.engines.__class__ = Engines
+    await run.probes.attest()
+    await run.probes.attest()
+    assert run.engines.asked == ["math"] * 2
+    assert run.probes.pop_metrics()["weights/probe_gap/math"] == 0.0
+
+
 async def test_numbers_of_versions_are_used_again_after_a_rollback() -> None:
     run = Run()
     for version in range(3):

@@ -105,6 +105,19 @@ def test_a_version_without_the_first_name_is_refused(monkeypatch: pytest.MonkeyP
         load(engine, {"experts.w": torch.randn(3)})
 
 
+@pytest.mark.parametrize(("name", "culprit"), [("", "the first tensor"), ("wrong", r"wrong of shape \(3,\)")])
+def test_a_tensor_that_does_not_fit_is_named(name: str, culprit: str, monkeypatch: pytest.MonkeyPatch):
+    class Broken(Mixture):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+            if not name:
+                raise ValueError("no such layer")
+            return super().load_weights(weights)
+
+    engine = engine_of(Broken(), monkeypatch)
+    with pytest.raises(WeightsError, match=f"version 1 does not fit the engine's model: {culprit} led to "):
+        load(engine, {name or "experts.w": torch.randn(3)})
+
+
 def test_a_second_name_that_does_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch):
     """As an own copy of the values would be, such as that of another version of vLLM."""
     from forge_rl.engines.vllm import internals

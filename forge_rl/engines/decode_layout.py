@@ -138,11 +138,16 @@ def _dimensions(config: Mapping[str, int], settings: DecodeSettings) -> tuple[in
     heads = int(config["num_attention_heads"])
     key_heads = int(config.get("num_key_value_heads") or heads)
     widths = [heads * int(config.get("head_dim") or config["hidden_size"] // heads)]
-    # In a mixture, experts are split instead of a dense network, or not at all if each worker has whole ones.
+    # In a mixture's sparse layers, experts are split instead of a dense network, or not at all if each worker has whole
+    # ones.
     if not _experts(config):
         widths.append(int(config["intermediate_size"]))
-    elif not settings.enable_expert_parallel:
+        return heads, key_heads, widths
+    if not settings.enable_expert_parallel:
         widths.append(int(config.get("moe_intermediate_size") or config["intermediate_size"]))
+    # The first layers, those listed, or all but every nth may be dense.
+    if config.get("first_k_dense_replace") or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1:
+        widths.append(int(config["intermediate_size"]))
     return heads, key_heads, widths
 
 

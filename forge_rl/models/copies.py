@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import xxhash
 
 from forge_rl.errors import ModelError
 from forge_rl.models.bundled import default_cache
+from forge_rl.models.cache import build_once
 from forge_rl.models.hf_folder import model_files
 from forge_rl.system.folders import make_private
 
@@ -57,17 +57,19 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     folder.mkdir(parents=True, exist_ok=True)
     make_private(folder, ModelError, deep=False)
     target = folder / name
-    # Read again rather than trusted: a copy may have been cut short or changed on disk.
-    if target.is_dir() and contents_of(target) == contents:
-        return target
-    needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes:
-        raise ModelError(
-            f"a copy of the model needs {needed_bytes / 1e9:.2f} GB but {folder} has {free_bytes / 1e9:.2f} GB free",
-            hint="free space there, or choose another --cache",
-        )
-    with tempfile.TemporaryDirectory(prefix=".copy-", dir=folder) as place:
-        new_folder = Path(place, name)
+
+    def is_ready() -> bool:
+        # Read again rather than trusted: a copy may have been cut short or changed on disk.
+        return target.is_dir() and contents_of(target) == contents
+
+    def build(new_folder: Path) -> None:
+        needed_bytes, free_bytes = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
+        if free_bytes < needed_bytes:
+            raise ModelError(
+                f"a copy of the model needs {needed_bytes / 1e9:.2f} GB but {folder} has {free_bytes / 1e9:.2f} GB "
+                "free",
+                hint="free space there, or choose another --cache",
+            )
         new_folder.mkdir()
         for file in contents:
             (new_folder / file).parent.mkdir(exist_ok=True)
@@ -76,8 +78,8 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
         # The original may be overwritten while it is copied, file by file.
         if contents_of(new_folder) != contents:
             raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")
-        # A folder that is not empty cannot be replaced by a rename.
-        if target.exists():
-            target.rename(Path(place, "replaced"))
-        new_folder.rename(target)
+
+    # Several hosts may share the disk. Those whose copy is there read it at the same time, without the lock.
+    if not is_ready():
+        build_once(target, build, ModelError, is_ready=is_ready)
     return target

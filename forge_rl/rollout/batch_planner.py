@@ -364,6 +364,7 @@ class BatchPlanner:
         # seed.
         ordered = sorted(groups, key=lambda group: group.place)
         self._tasks.observe([Group(task=group.task, episodes=group.results) for group in ordered])
+        errors: list[TaskError] = []
         for group in ordered:
             rewards = [result.reward for result in group.results]
             problem = f"all rewards of the last one were {rewards[0]:g}"
@@ -372,14 +373,20 @@ class BatchPlanner:
                     f"the rewards of the last one, from {min(rewards):g} to {max(rewards):g}, are within "
                     f"--schedule.least-advantage {self._config.least_advantage:g} of their mean"
                 )
-            self.replace(
-                group,
-                "uniform" if group.is_uniform else "weak",
-                problem,
-                "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
-                "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.max-replaced, or drop "
-                "--schedule.dynamic-sampling",
-            )
+            try:
+                self.replace(
+                    group,
+                    "uniform" if group.is_uniform else "weak",
+                    problem,
+                    "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
+                    "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.max-replaced, or drop "
+                    "--schedule.dynamic-sampling",
+                )
+            except TaskError as error:
+                errors.append(error)
+        # Only once all are replaced: if the run goes on, groups left in the batch would be observed again.
+        if errors:
+            raise errors[0]
 
     def _drop_aged(self) -> None:
         """Drop the groups that are too old to be delivered."""

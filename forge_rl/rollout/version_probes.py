@@ -125,8 +125,9 @@ class VersionProbes:
             effects.attest(f"engine {index}", incarnation, probed, logprobs)
             for (index, incarnation), logprobs in answers.items()
         ]
-        self._attested[adapter] = probed
+        # Without an answer, such as while all engines restart, the version is asked for again.
         if gaps:
+            self._attested[adapter] = probed
             name = f"weights/probe_gap/{adapter}" if adapter else "weights/probe_gap"
             self._metrics[name] = max(gaps)
 

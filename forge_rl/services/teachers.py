@@ -127,32 +127,35 @@ class Teachers:
             start: where to start; its hosts list the free GPUs.
             policy: starts the policy's generator.
             settings: settings of the policy's engines.
+
+        Raises:
+            ForgeError: a teacher did not start; the others are stopped.
         """
         hosts = start.hosts or ServiceHosts()
         # GPUs that one teacher takes of each host, if its engines are spread evenly.
         devices = -(-config.replicas // len(hosts.names)) * config.devices
-        async with task_group() as group:
-            start_tasks = {
-                name: group.create_task(
-                    Generator.start(
-                        engine_settings(config, settings, folder),
-                        replace(
-                            start,
-                            # Teachers share no GPUs: each takes the next ones of every host.
-                            hosts=_part_of(hosts, number, devices),
-                            name="teacher" if len(folders) == 1 else f"teacher-{number}",
-                        ),
-                        model=folder,
-                        seed=seed,
-                    )
-                )
-                for number, (name, folder) in enumerate(folders.items())
-            }
-        generators = {name: task.result() for name, task in start_tasks.items()}
-        # A teacher's weights never change: they are version 0.
-        for generator in generators.values():
-            await generator.serve_model()
-        return cls(config.by_source, await policy, generators, warn)
+        generators: dict[str, Generator] = {}
+
+        async def start_one(number: int, name: str, folder: Path) -> None:
+            # Teachers share no GPUs: each takes the next ones of every host.
+            place = replace(
+                start,
+                hosts=_part_of(hosts, number, devices),
+                name="teacher" if len(folders) == 1 else f"teacher-{number}",
+            )
+            teacher_settings = engine_settings(config, settings, folder)
+            generators[name] = await Generator.start(teacher_settings, place, model=folder, seed=seed)
+            # A teacher's weights never change: they are version 0.
+            await generators[name].serve_model()
+
+        try:
+            async with task_group() as group:
+                for number, (name, folder) in enumerate(folders.items()):
+                    group.create_task(start_one(number, name, folder))
+            return cls(config.by_source, await policy, generators, warn)
+        except BaseException:
+            await asyncio.gather(*(generator.stop() for generator in generators.values()))
+            raise
 
     def of(self, source: str) -> Generator:
         """Return the generator of a source's teacher."""

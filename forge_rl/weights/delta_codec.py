@@ -113,4 +113,5 @@ def _planes(values: Words) -> bytes:
 
 def _from_planes(data: memoryview, item_bytes: int) -> Words:
     planes = np.frombuffer(data, np.uint8).reshape(item_bytes, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(f"<u{item_bytes}")
+    # A copy even of a single element, whose transpose is contiguous already: `data` is read-only.
+    return planes.T.copy().reshape(-1).view(f"<u{item_bytes}")

@@ -289,14 +289,15 @@ def report_from_json(payload: Mapping[str, Any]) -> LoadReport:
     phase_seconds = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
     for name in phase_seconds:
         phase_seconds[name] = _float(seconds.get(name, 0.0))
-    bytes_read = payload.get("bytes_read")
-    if not isinstance(bytes_read, list) or not all(type(size) is int for size in bytes_read):
+    bytes_read, quantized_bytes = payload.get("bytes_read"), payload.get("quantized_bytes", 0)
+    # Sizes of any length: a model's exceed 32 bits.
+    if not isinstance(bytes_read, list) or not all(type(size) is int for size in [*bytes_read, quantized_bytes]):
         raise WireError("the bytes of a load are malformed")
     return LoadReport(
         version=_integer(payload.get("version")),
         fingerprints=fingerprints,
         in_place=_integer(payload.get("in_place")),
         bytes_read=tuple(bytes_read),
-        quantized_bytes=_integer(payload.get("quantized_bytes", 0)),
+        quantized_bytes=quantized_bytes,
         seconds=phase_seconds,
     )

@@ -172,8 +172,10 @@ class EngineAdapters:
                 f"the base of versions {', '.join(versions)} would change while requests sample with them",
                 hint="--generator.adapters merged loads any base",
             )
-        while self._versions:
-            await self._retire(self._versions.pop())
+        # At once: a request that begins while the workers drop one must not get another.
+        loaded_versions, self._versions = self._versions, []
+        for loaded in loaded_versions:
+            await self._retire(loaded)
 
     @property
     def num_versions(self) -> int:

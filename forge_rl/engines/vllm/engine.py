@@ -44,6 +44,7 @@ from forge_rl.engines.vllm.internals import (
 from forge_rl.engines.vllm.prompt_scores import TEMPERATURE
 from forge_rl.engines.vllm.requests import (
     PromptLogprobs,
+    check_finish,
     checked_parameters,
     joined_chunk,
     read_prompt_logprobs,
@@ -183,9 +184,7 @@ class VLLMEngine:
                             "vLLM cannot decode under the constraint of the request",
                             hint="see logs/generator-*.log, and change the schema, regular expression or grammar",
                         )
-                    # Anything else, such as an abort, would pass for a short answer.
-                    if completion.finish_reason not in (None, "stop", "length"):
-                        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+                    check_finish(completion)
                     if not gathered:
                         chunk_start = clock()
                         first = first or chunk_start
@@ -243,6 +242,7 @@ class VLLMEngine:
             extra_args=None if temperature == 1 else {TEMPERATURE: temperature},
         )
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        prompt_logprobs: object = None
         self._requests += 1
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -250,7 +250,9 @@ class VLLMEngine:
                 request = self._cache.request_id()
                 generated = self._llm.generate(prompt, params, request_id=request, lora_request=lora)
                 outputs = await stack.enter_async_context(contextlib.aclosing(generated))
-                prompt_logprobs = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
+                async for output in outputs:
+                    check_finish(*output.outputs)
+                    prompt_logprobs = output.prompt_logprobs
         except VLLMValidationError as error:
             raise ConfigError(
                 f"vLLM does not take the request: {error}", hint="shorten prompt and tokens, or raise max_model_len"
@@ -260,7 +262,7 @@ class VLLMEngine:
             raise
         finally:
             self._requests -= 1
-        return scored_tokens(prompt_logprobs[0], len(ids) - len(prompt_ids), top_k)
+        return scored_tokens(prompt_logprobs, len(ids) - len(prompt_ids), top_k)
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""

@@ -68,6 +68,16 @@ def read_prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> P
     )
 
 
+def check_finish(completion: CompletionOutput) -> None:
+    """Check that a completion goes on, or has its end.
+
+    Raises:
+        RuntimeError: vLLM gave it up; what it has would pass for a short answer, or for the scores of a whole prompt.
+    """
+    if completion.finish_reason not in (None, "stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
+
+
 def scored_tokens(positions: object, count: int, top_k: int) -> ScoredTokens:
     """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, followed by the top k."""
     assert isinstance(positions, FlatLogprobs), "flat_logprobs was asked for"

@@ -279,12 +279,12 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             # Adapters are added before the loaders slice and repack, with the trainer's bits.
             entries, tensors = self._merged(bucket.entries, stored_tensors)
             stacks = list(stacks_of(entries, tensors))
-            last = ""
+            last = "the first tensor"
 
             def weights() -> Iterator[tuple[str, torch.Tensor]]:
                 nonlocal last
                 for name, tensor in self._stack_loaders.tensors(stacks):
-                    last = name
+                    last = f"{name} of shape {tuple(tensor.shape)}"
                     yield name, tensor
 
             try:
@@ -296,8 +296,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             # What vLLM's loaders raise for a tensor of another model: unknown names, wrong shapes.
             except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:
                 raise WeightsError(
-                    f"version {update_info.version} does not fit the engine's model: {last} of shape "
-                    f"{tuple(tensors[last].shape)} led to {type(error).__name__}: {error}",
+                    f"version {update_info.version} does not fit the engine's model: {last} led to "
+                    f"{type(error).__name__}: {error}",
                     hint="publish the model that the engine was started with",
                 ) from error
         self._version = update_info.version
