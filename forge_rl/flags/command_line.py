@@ -34,7 +34,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
 
         config = parse(Config, "python -m recipes.grpo", ["--config", "run.toml", "--steps", "20"])
 
-    Beside the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
+    Besides the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
     prints the config as such a file and exits; --help, which lists the flags that are used most (those in the class's
     USED and its own top-level ones), --help GROUP and --help-all. None of them shows flags in the class's UNUSED.
 
@@ -42,12 +42,14 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         ConfigError: values contradict each other, or the file is wrong.
         SystemExit: a flag is wrong, or help was printed.
     """
+    # An iterator, so that a flag can take the next word as its value.
     words = itertools.chain(sys.argv[1:] if args is None else args)
     rest: list[str] = []
     given_flags: set[str] = set()
     spellings: dict[str, str] = {}
     default: C | None = None
     dumps = False
+    # Takes out what tyro does not know; `rest` becomes its command line.
     for word in words:
         name, equals, value = word.partition("=")
         if name in ("-h", "--help"):
@@ -65,12 +67,15 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
         else:
             if name.startswith("--"):
                 flag = name.removeprefix("--").replace("-", "_")
+                # tyro knows only the new name.
                 if (new_flag := current_path(flag)) != flag:
                     flag, word = new_flag, f"--{new_flag.replace('_', '-')}{equals}{value}"
                 if (spelling := spellings.setdefault(flag, name.replace("_", "-"))) != name.replace("_", "-"):
                     raise ConfigError(f"{spelling} and {name} are one flag by its old and its new name", hint="set one")
+                # A flag that turns another one off sets that one.
                 given_flags |= {flag, _NEGATION.sub("", flag)}
             rest.append(word)
+    # Configs check themselves while tyro builds them, and may ask which flags the user has set.
     with giving(given_flags):
         config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
     assert config is not None
@@ -97,7 +102,9 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
     groups: dict[str, list[Flag]] = {"flags": [], "run": []}
     for flag in flags:
         groups.setdefault(group_of(flag), []).append(flag)
+    # The word after --help may be the next flag.
     group_name = "" if group_name.startswith("-") else group_name
+    # A group by its title, or a nested config by its path.
     if group_name in groups:
         groups = {group_name: groups[group_name]}
     elif group_name:
@@ -107,6 +114,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
             raise ConfigError(f"there is no group of flags {group_name!r}", hint=suggest(group_name, names, "groups"))
     is_short = not group_name and not shows_all
     usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
+    # Only formats the help; tyro parses.
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -119,6 +127,7 @@ def print_help(kind: type, prog: str, group_name: str, *, shows_all: bool = Fals
         visible_flags = [flag for flag in inside if not is_short or flag.dotted in used or title == "flags"]
         section = parser.add_argument_group(title if visible_flags else None)
         for flag in visible_flags:
+            # argparse formats help texts with %.
             text = _described(flag, is_short).replace("%", "%%")
             if flag.hint is bool:
                 section.add_argument(_switch(flag), action="store_true", help=text)

@@ -23,6 +23,7 @@ C = TypeVar("C")
 def dump(config: object) -> str:
     """Return a config as TOML, with each field's docstring as a comment. `read` restores it."""
     lines: list[str] = []
+    # The keys of a table stand together, those without a table first, in the order of the fields.
     flags = sorted(usable_flags(type(config), config), key=lambda flag: flag.path[:-1])
     for table, inside in itertools.groupby(flags, key=lambda flag: flag.path[:-1]):
         if table:
@@ -34,7 +35,7 @@ def dump(config: object) -> str:
 
 
 def read(path: Path, kind: type[C]) -> C:
-    """Read a config, of which a file may set any part; the rest has its default.
+    """Read a config from a file, which may set any part of it; the rest has its default.
 
     Returns:
         A config on which `__post_init__` has not run: flags of the command line may still replace values.
@@ -60,20 +61,24 @@ class _FlagFile:
 
     def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
         fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
+        # A flag must not be set by both its old and its new name.
         for key in table.keys() - fields.keys():
             if current_path(key) in table.keys() - {key}:
                 new_name = ".".join((*place, current_path(key)))
                 raise self.wrong((*place, key), f"is the old name of {new_name}, which is set too", "leave one out")
         table = {key if key in fields else current_path(key): value for key, value in table.items()}
+        # A retired flag may have the value of its constant; any other unknown key is an error.
         for key in table:
             if key not in fields and (constant := retired_default(".".join((*place, key)))) is not None:
                 if table[key] != constant:
                     raise self.wrong((*place, key), "is no longer a flag", f"leave it out: it is always {constant}")
             elif key not in fields:
+                # The key may belong to another table.
                 homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
                 suggestion = f"did you mean {' or '.join(homes[:3])}?"
                 hint = suggestion if homes else suggest(key, fields, "keys here")
                 raise self.wrong((*place, key), "is unknown", hint)
+        # Without `__init__`, and so without checks: flags of the command line may still replace values.
         config = object.__new__(kind)
         hints = {flag.path: flag.hint for flag in self.flags}
         for name, field in fields.items():
@@ -95,8 +100,10 @@ class _FlagFile:
 
         adapter = pydantic.TypeAdapter[object](hint, config=pydantic.ConfigDict(strict=True))
         try:
+            # TOML has no null, so the file says "None", as the command line does.
             if raw_value == "None":
                 return adapter.validate_python(None)
+            # Strict validation accepts a list for a tuple only from JSON, not from Python objects.
             return adapter.validate_json(json.dumps(raw_value, default=str))
         except pydantic.ValidationError as error:
             raise self.wrong(place, f"is {raw_value!r:.80}", error.errors()[0]["msg"].lower()) from None

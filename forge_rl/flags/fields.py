@@ -66,6 +66,7 @@ def flags_of(
         if tyro.conf.Suppress in marks:
             continue  # other flags set it
         value = default_of(field) if config is None else getattr(config, field.name)
+        # The class of the value itself, which may be a subclass of the annotated one.
         inner = type(value) if dataclasses.is_dataclass(value) else hint
         field_path = (*path, field.name)
         field_category = _category(kind, field.name) or category
@@ -93,12 +94,12 @@ def changes_of(config: object) -> list[Flag]:
 
 
 def names_in(flags: Iterable[Flag], groups: Collection[str]) -> list[str]:
-    """Return the names of flags that are in one of some groups, such as "schedule" or "trainer.optimizer"."""
+    """Return the names of the flags in any of these groups, such as "schedule" or "trainer.optimizer"."""
     return [flag.name for flag in flags if any(f"{flag.dotted}.".startswith(f"{group}.") for group in groups)]
 
 
 def changed_flags(config: object, groups: Collection[str]) -> list[str]:
-    """Return the names of the flags of groups of a config that differ from the defaults."""
+    """Return the names of a config's flags in these groups that differ from their defaults."""
     return names_in(changes_of(config), groups)
 
 
@@ -142,6 +143,7 @@ def docs_of(kind: type) -> dict[str, str]:
         except (OSError, TypeError):  # typed at a prompt
             continue
         assert isinstance(tree, ast.ClassDef)
+        # A string that follows an annotated field is that field's docstring.
         for field, text in itertools.pairwise(tree.body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):

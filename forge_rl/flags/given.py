@@ -12,7 +12,7 @@ _GIVEN: ContextVar[frozenset[str] | None] = ContextVar("flags that the user has 
 
 def is_given(flag: str) -> bool:
     """Return True if the command line or config file that is being parsed sets a flag, such as trainer.optimizer.lr,
-    also if to its default."""
+    even to its default."""
     return flag in (_GIVEN.get() or ())
 
 
@@ -23,7 +23,7 @@ def given_flags() -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def giving(flags: Collection[str]) -> Iterator[None]:
-    """Let `is_given` know the flags that the user has set, while the body makes a config of them."""
+    """Make `is_given` report these flags while the body builds a config."""
     token = _GIVEN.set(frozenset(flags))
     try:
         yield

@@ -36,6 +36,7 @@ def build(parsed: FlagText, make: Callable[..., Any], *arguments: object) -> Any
     options = read_options(parsed, make, *arguments)
     parameters = inspect.signature(make).parameters.values()
     taken_names = {parameter.name for parameter in _places(make)[: len(arguments)]}
+    # Checked before the call, whose own error would not name the flag.
     missing = [
         parameter.name
         for parameter in parameters
@@ -78,6 +79,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
     taken_names = {parameter.name for parameter in places[: len(arguments)]}
     hints, settings = _hints(make), None
     names = {name for name, parameter in parameters.items() if parameter.kind in _BY_KEY} - taken_names
+    # The fields of `settings` are options like the other parameters.
     if _SETTINGS in names and (settings := _dataclass_in(hints.get(_SETTINGS))) is not None:
         names = names - {_SETTINGS} | _hints(settings).keys()
         hints = {**_hints(settings), **hints}
@@ -85,6 +87,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
         raise parsed.wrong(f"{parsed.name} takes no {arguments[-1]!r:.80}", f"its options are: {_listed(names)}")
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values, nested = dict[str, Any](), dict[str, dict[str, Any]]()
+    # A key is OPTION.FIELD, an option, or unknown.
     for key in parsed.raw_params:
         outer, _, inner = key.partition(".")
         owner = hints.get(outer) if inner and outer in names else None
@@ -101,6 +104,7 @@ def read_options(parsed: FlagText, make: Callable[..., Any], *arguments: object)
         except ForgeError as error:
             raise parsed.refused(error) from None
     if settings is not None:
+        # Options that are fields of the settings become one argument.
         values[_SETTINGS] = settings(**{name: values.pop(name) for name in [*values] if name in _hints(settings)})
     return values
 
@@ -184,7 +188,7 @@ def _dataclass_in(hint: object) -> type[Any] | None:
 
 
 def _default(make: Callable[..., Any], name: str) -> Any:
-    """Return the default of a parameter; of a dataclass's field, also one that a factory makes."""
+    """Return a parameter's default; for a dataclass's field, also one from a factory."""
     if isinstance(make, functools.partial):
         return make.keywords[name] if name in make.keywords else _default(make.func, name)
     if isinstance(make, type) and dataclasses.is_dataclass(make):

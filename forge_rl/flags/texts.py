@@ -82,7 +82,7 @@ def parse(
 
     Args:
         flag: the flag, for errors.
-        bundled: names that no module can have; None if names may be paths, and so MODULE:NAME is none.
+        bundled: bundled names, which no module has; None if names may be paths, in which case MODULE:NAME is not code.
         takes_argument: whether the first option of a bundled name may lack a key.
         takes_weight: whether a weight may follow.
         error: class of the errors.
@@ -90,8 +90,10 @@ def parse(
     Raises:
         ForgeError: the text does not have this form; marks the place.
     """
+    # From the outside in: the title, the weight, the name, and the options in what is left.
     blank = FlagText(name="", flag=flag, text=text, error=error)
     match = _TITLE.match(text)
+    # NAME=NUMBER is a name with its weight, not a title.
     title = match if match and not _is_number(text[match.end() :]) else None
     start, end, weight = title.end() if title else 0, len(text), 1.0
     places: dict[str, tuple[int, int]] = {}
@@ -189,6 +191,7 @@ def _weight_at(text: str, bundled: Collection[str] | None) -> int | None:
     name, star, weight = text.rpartition("*")
     if star and (_is_number(weight) or name.isidentifier() or _is_code(name, bundled)):
         return len(name)
+    # NAME=WEIGHT, as in mine.py:score=2.
     name, equals, weight = text.rpartition("=")
     if equals and _is_code(name, bundled) and (_is_number(weight) or ".py:" in name):
         return len(name)
@@ -204,8 +207,10 @@ def _name(text: str, bundled: Collection[str] | None) -> tuple[int, int, bool]:
     """Return the length of the name at the beginning, where its options begin, and whether it is code."""
     head, colon, rest = text.partition(":")
     is_bundled = bundled is not None and head.strip() in bundled
+    # MODULE:NAME or FILE.py:NAME: the colon belongs to the name.
     if not is_bundled and (code := _CODE.match(text)) and _is_code(code[1], bundled):
         return code.end(), code.end() + 1, True
+    # A path: a colon belongs to it unless a key follows.
     if bundled is None and (key := _FIRST_KEY.search(text)):
         return key.start(), key.start() + 1, False
     if not colon or (bundled is None and _IN_PATHS.search(rest)):
@@ -216,6 +221,7 @@ def _name(text: str, bundled: Collection[str] | None) -> tuple[int, int, bool]:
 def _split_commas(text: str) -> Iterator[tuple[int, str]]:
     """Split at commas outside brackets and quotes; yield index and text of each part that is not empty."""
     start, depth, quote = 0, 0, ""
+    # The added comma ends the last part, even inside a quote that is not closed.
     for index, char in enumerate(f"{text},"):
         if quote and index < len(text):
             quote = "" if char == quote else quote

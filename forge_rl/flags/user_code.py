@@ -82,6 +82,7 @@ def name_of(value: object) -> str:
     if module is None or module.__name__ == "__main__" or "<" in name or getattr(module, name, None) is not value:
         return ""
     file = Path(getattr(module, "__file__", None) or "")
+    # A module that was loaded from a file: nothing can import it by this name.
     of_file = re.fullmatch(rf"{re.escape(file.stem)}_[0-9a-f]{{12}}", module.__name__)
     return f"{file if of_file else module.__name__}:{name}"
 
@@ -99,6 +100,7 @@ def _of_name(place: str, flag: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
+        # A module that the user's own module imports may be missing instead.
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise _failed(place, flag, error) from error
         raise ConfigError(
@@ -117,6 +119,7 @@ def _of_file(path: Path, flag: str) -> ModuleType:
         source = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror or error}", hint="name an existing Python file") from None
+    # An edited file gets another name, and so is loaded again.
     digest = hashlib.sha256(str(path).encode() + source).hexdigest()[:12]
     name = f"{path.stem}_{digest}"
     if name in sys.modules:
@@ -131,6 +134,7 @@ def _of_file(path: Path, flag: str) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise _failed(str(path), flag, error) from error
+    # Other processes could not import a module by this name.
     cloudpickle.register_pickle_by_value(module)
     return module
 
@@ -141,6 +145,7 @@ def line_of(error: BaseException) -> str:
     Code of Python itself, of installed packages and of this package is not the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
+    # Names of code without a file begin with "<", such as "<string>".
     library_prefixes = (*_not_users(), "<")
     user_frames = [frame for frame in frames if not frame.filename.startswith(library_prefixes)]
     last_frame = next(reversed(user_frames or frames), None)

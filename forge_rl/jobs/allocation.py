@@ -33,13 +33,15 @@ _SCHEDULER = ("SLURM", "PBS_", "LSB_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Variables of PBS, LSF and Grid Engine that name a file with a host's name first in each line."""
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables with the index of a process that a launcher started several of, the first that is set counts."""
+"""Variables in which launchers give each process its rank; the first that is set counts."""
 _SSH = "ssh -o BatchMode=yes {host}"
+# --overlap: next to the job's other steps. --no-kill: also when another node dies. --cpu-bind=none: on all cores of the
+# node. --unbuffered: its lines arrive at once.
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
 _ASK_S = 10.0
-"""Seconds between questions about a host that was asked for."""
+"""Seconds between queries about a requested host."""
 _WISHED = ("COMPLETED", "CANCELLED")
 """States of a host's job that has ended on purpose."""
 IN_CONTAINER = "leave one out: a host that joins later is in no container"
@@ -120,6 +122,7 @@ class AllocationJob:
         if self._is_slurm and len(names) > 1:  # if the first node dies, nobody but the others can tell Slurm
             commands[names[-1]] += ["--watch", os.environ["SLURM_JOB_ID"]]
         variables = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
+        # A node's death is reported by its launcher and by Slurm.
         on_lost = _once_each(listener.on_lost)
         async with launched_hosts(
             commands,
@@ -146,6 +149,7 @@ class AllocationJob:
             id, _ = await asyncio.shield(submitting)
             return await _follow(job_name, id, log, say)
         finally:
+            # A job can be cancelled only once sbatch has given its id.
             await asyncio.wait([submitting])
             if submitting.exception() is None:
                 with contextlib.suppress(ConfigError):  # it has ended
@@ -234,7 +238,7 @@ def _once_each(tell: Notice) -> Notice:
 
 @contextlib.contextmanager
 def _watching_nodes(names: Sequence[str], on_lost: Notice) -> Iterator[None]:
-    """Report nodes that Slurm says are down, which the connection to them may not show for long."""
+    """Report nodes that Slurm considers down; the connection to them may take long to show it."""
 
     async def watch() -> None:
         while True:

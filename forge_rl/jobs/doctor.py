@@ -31,7 +31,7 @@ _TRIAL_S = 300.0
 """Timeout of a call that starts an engine or a trainer, on a host that may be busy."""
 _WRITTEN = 64 << 20
 _MOVED = 64 << 20
-"""Bytes that are written to a disk, and that are moved between hosts."""
+"""Bytes written to a disk, and bytes moved between hosts."""
 _SERVICE = "doctor"
 
 Ask = Callable[[str], Awaitable[Finding]]
@@ -52,7 +52,7 @@ class Examination:
     facts: dict[str, HostFacts] = field(default_factory=dict)
 
     async def each(self, check: str, ask: Ask, *, machines_once: bool = False) -> None:
-        """Ask all hosts, simulated hosts of one machine one after another; note what raises as a failure.
+        """Ask all hosts, those simulated on one machine one after another; record errors as failed checks.
 
         Args:
             machines_once: ask only the first of several hosts that are simulated on one machine.
@@ -84,9 +84,9 @@ async def examine(
 
     Args:
         folder: existing folder in which the processes' logs are written, and that all hosts should see.
-        model: Hugging Face folder to train and decode with; None leaves out all that takes longer than seconds.
+        model: Hugging Face folder to train and decode with; None skips every check that takes longer than seconds.
         public: whether Monarch may listen on addresses that are not private.
-        say: takes the name of each check as it begins.
+        say: called with the name of each check as it begins.
 
     Raises:
         ForgeError: the job gives no hosts.
@@ -115,6 +115,7 @@ async def _examine(examination: Examination, model: Path | None) -> None:
     clocks: dict[str, Clock] = {}
     for host, replica in examination.replicas.items():
         examination.facts[host], clock = await ask_facts(replica, deadline_s=_CALL_S)
+        # The controller's own clock is the reference.
         if host != THIS_HOST:
             clocks[host] = clock
     examination.findings += judge_facts(examination.facts, clocks)
@@ -132,6 +133,7 @@ async def _examine(examination: Examination, model: Path | None) -> None:
 @contextlib.asynccontextmanager
 async def _asked(examination: Examination) -> AsyncIterator[None]:
     """Start a process on each host; one that does not start is a finding."""
+    # A host whose process dies is a finding here, not a fatal fault.
     service = Service(_SERVICE, examination.cluster, examination.faults, recoverable=True)
 
     async def start(host: str) -> None:
@@ -150,6 +152,7 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
         async with task_group() as group:
             for host in examination.cluster.hosts:
                 group.create_task(start(host))
+        # Processes start in any order; findings are listed in the cluster's order.
         order = examination.cluster.hosts
         examination.replicas = {host: examination.replicas[host] for host in order if host in examination.replicas}
         yield
@@ -159,7 +162,7 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
 
 
 async def _folder(examination: Examination, host: str) -> Finding:
-    """Have the host copy a file that this one wrote, and look whether the copy appears here."""
+    """Have the host copy a file that this one wrote, and check whether the copy appears here."""
     probe = examination.folder / f".probe-{secrets.token_hex(8)}"
     answer = probe.with_name(f"{probe.name}-answer")
     try:
@@ -173,6 +176,7 @@ async def _folder(examination: Examination, host: str) -> Finding:
     hint = "checkpoints and models go through the controller; a file system that all hosts share is faster"
     if problem:
         return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)
+    # From here on, the cluster treats the host's disk as shared.
     examination.cluster.sharing.add(host)
     return Finding(check="run folder", host=host, status="ok", detail=str(examination.folder))
 
@@ -187,6 +191,7 @@ async def _network(examination: Examination) -> None:
     hosts = list(examination.replicas)
     if len(hosts) < 2:
         return
+    # Hosts that are simulated on one machine reach each other over loopback.
     same_machine = len({facts.space for facts in examination.facts.values()}) == 1
     neighbours = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
     places = {host: await examination.call(host, "listen", same_machine) for host in hosts}
@@ -214,6 +219,7 @@ async def _network(examination: Examination) -> None:
     await examination.each("rdma", fetch)
     for host in hosts:
         await examination.call(host, "unshare")
+    # The collective needs an address at which every host can reach the first one.
     common = [
         place
         for place in reached_addresses.get(hosts[-1], [])
@@ -246,6 +252,7 @@ async def _speeds(examination: Examination) -> None:
         speeds[host] = await examination.call(host, "speeds")
         return Finding(check="matmul", host=host, status="ok", detail="")
 
+    # Speeds are judged against each other below; of this check itself only failures are kept.
     num_before = len(examination.findings)
     await examination.each("matmul", measure)
     examination.findings[num_before:] = [
@@ -256,6 +263,7 @@ async def _speeds(examination: Examination) -> None:
 
 async def _train_and_decode(examination: Examination, host: str, model: Path) -> Finding:
     """Sample with an engine, then train on the tokens in another process, and compare the logprobs."""
+    # Processes of their own, which end with the call and so free the device.
     sampled = await _once(examination, host, DecodeCheckActor, decode_environment(0, replicas=1), "sample", model)
     trained = await _once(examination, host, TrainCheckActor, train_environment(1), "train", model, sampled)
     if not trained.finite:
@@ -268,7 +276,7 @@ async def _train_and_decode(examination: Examination, host: str, model: Path) ->
 async def _once(
     examination: Examination, host: str, actor: type, env: Mapping[str, str], method: str, *args: object
 ) -> Any:
-    """Call a process of its own on a host, which ends with the call."""
+    """Start an actor in a fresh process on a host, call one method, and end the process."""
     service = Service(f"{_SERVICE}-{method}-{host}", examination.cluster, examination.faults, recoverable=True)
     try:
         replica = service.spawn(actor, host=host, env=env)

@@ -3,9 +3,9 @@
 python -m forge_rl.jobs.host CONTROLLER [--interface NAME] [--public] [--watch JOB]
 
 It listens on this machine's address towards CONTROLLER, an IP address, or on a socket in a private folder if that is
-"local", and writes one JSON object a line to stdout,
-after a mark: {"address": ...} once it listens, then {"notice": "SIGTERM"} for each signal by which a scheduler says
-that the host is about to end. It and its processes end when stdin does.
+"local". It writes one JSON object a line to stdout, after a mark: {"address": ...} once it listens, then
+{"notice": "SIGTERM"} for each signal by which a scheduler says that the host is about to end. It and its processes end
+when stdin does.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--watch", metavar="JOB", default="")
     flags = parser.parse_args()
     os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "60s")  # ssh passes no variables on
+    # Sockets and files of Monarch's processes go where they are removed with this process.
     os.environ["TMPDIR"] = scratch = make_scratch()
     clean_up_after([scratch])
     for number in _NOTICES:
@@ -64,6 +65,7 @@ def main() -> None:
     for number in _NOTICES:
         signal.signal(number, _notice)  # Monarch may have set its own
     _wait(flags.watch)
+    # Except Python's resource trackers, which free the shared memory of killed processes and then end.
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if not cleans_up(process):
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def _wait(job: str) -> None:
-    """Return when stdin ends; meanwhile requeue a Slurm job whose controller is gone, unless it is ""."""
+    """Return when stdin ends; meanwhile requeue the Slurm job, if one is given, once its controller is gone."""
     while True:
         ready, _, _ = select.select([0], [], [], _WATCH_S if job else None)
         if ready and not os.read(0, 4096):
@@ -91,6 +93,7 @@ def _serve(ip: str) -> str:
     failure = ""
     for _ in range(_ATTEMPTS):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        # Between this and Monarch's own bind another process may take the port: hence several attempts.
         with socket.socket(family) as any_socket:  # Monarch cannot tell which port it was given
             any_socket.bind((ip, 0))
             port = any_socket.getsockname()[1]
@@ -98,6 +101,7 @@ def _serve(ip: str) -> str:
         address = str(service_proc_addr(url(ip, port), new_service_proc_id()))
         with quiet_stderr():
             serving = start_worker_loop_forever(address=address, ca="trust_all_connections")
+        # `serving` is done only if the server ends: a timeout means that it may still be starting.
         while not _listens(port):
             try:
                 serving.get(timeout=_LOOK_S)

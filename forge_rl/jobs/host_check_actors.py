@@ -1,4 +1,4 @@
-"""Processes on a host that the doctor asks and tries: see `forge_rl.jobs.doctor`."""
+"""Actors with which the doctor examines a host; see `forge_rl.jobs.doctor`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ class HostCheckActor(HostActor):
 
     @concurrent_endpoint
     async def disk(self, folder: Path | None, size: int) -> tuple[int, float]:
-        """Return the free bytes of the folder's disk, by default the one of the host's own cache, and the bytes per
-        second of writing `size` of them."""
+        """Return the free bytes of a folder's disk and its write speed in bytes per second, measured with `size` bytes.
+
+        By default, the folder is the host's own cache.
+        """
         if folder is None:
             folder = default_cache()
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,7 @@ class HostCheckActor(HostActor):
 
         memory = torch.empty(size, dtype=torch.uint8)
         start_time = 0.0
+        # The first read includes the connection's setup, and is not counted.
         for _ in range(2):
             start_time = time.perf_counter()
             await buffer.read_into(memory, timeout=_RDMA_TIMEOUT_S)
@@ -110,6 +113,7 @@ class HostCheckActor(HostActor):
     async def unshare(self) -> None:
         """Take the offered bytes back, and stop listening."""
         if self._shared is not None:
+            # An RDMABuffer that is not dropped leaks.
             await self._shared[1].drop()
             self._shared = None
         while self._listeners:
@@ -120,6 +124,7 @@ class HostCheckActor(HostActor):
         """Sum `size` bytes over all hosts; return bytes per second. Rank 0 listens at the address."""
         from forge_rl.engines.titan.checks import all_reduce_rate
 
+        # The interface that leads to the meeting point; gloo and NCCL might choose another.
         if interface := _interface(address if rank == 0 else _source(address, port)):
             set_here({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
         return await asyncio.to_thread(all_reduce_rate, rank, ranks, address, port, size)

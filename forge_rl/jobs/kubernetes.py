@@ -37,7 +37,7 @@ _FLAG = "--job kubernetes:"
 _NAME = re.compile(r"[a-z][a-z0-9]{0,39}")
 _ATTACH_S = 60
 _GONE_S = 30.0
-"""Seconds to wait at the end until the pods do not exist any more, so that the next run may have the same name."""
+"""Seconds to wait at the end for the pods to be gone, so that the next run may have the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +170,7 @@ class KubernetesHosts:
                 hint="start it in a pod, or set route=direct if pods reach this machine's address",
             )
         pods = Pods(api, namespace=self.namespace, run=self.name)
+        # Pods are selected by the run's name: another run's would be followed and deleted like this one's.
         if await asyncio.to_thread(pods.exists):
             kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
             raise ConfigError(
@@ -178,6 +179,7 @@ class KubernetesHosts:
             )
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
+        # The guard comes first: whatever is created from here on is deleted even if this process is killed.
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
             watched = _PodTracker(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
@@ -219,6 +221,7 @@ class KubernetesHosts:
             while (state := await states.get()).phase not in ("dead", "gone"):
                 notice = state if state.phase == "ending" else None
                 say(f"pod {self.name}-{name} {state.reason or 'runs'}")
+            # The notice says why the pod ends, whereas its last state says only that it has.
             end = notice or state
             return "" if end.wished else f"{end.reason}{last_line(host_log(folder, name))}"
         finally:
@@ -240,6 +243,7 @@ class KubernetesHosts:
                 hint=f"set --out to a folder below it, or {_FLAG}mount",
             )
         join_line = shlex.join(join_command(folder, name, python="python", public=self.public))
+        # The pod's output goes to the run folder, where `replace` reads why it ended.
         output = shlex.quote(str(host_log(folder, name)))
         spec = self._pods(["sh", "-c", f"exec {join_line} >> {output} 2>&1"])
         return pod(spec, name, claim=self.claim, mount=self.mount)
@@ -283,6 +287,7 @@ class KubernetesHosts:
         class DirectKubeConfig(KubeConfig):
             """A kubeconfig of a cluster whose pods can be reached by their addresses."""
 
+            # If True, Monarch forwards its port through kubectl.
             out_of_cluster = False
 
         class IPv6KubernetesJob(KubernetesJob):
@@ -290,10 +295,12 @@ class KubernetesHosts:
 
             def _wait_for_ready_pods(self, *args: Any, **kwargs: Any) -> list[Any]:
                 pods = super()._wait_for_ready_pods(*args, **kwargs)
+                # Monarch appends the port after a colon, which an IPv6 address needs brackets for.
                 return [replace(pod, ip=f"[{pod.ip}]" if ":" in pod.ip else pod.ip) for pod in pods]
 
         is_direct = self._is_direct(is_inside)
         kubeconfig = None
+        # Without a kubeconfig, Monarch uses the cluster that this process is in.
         if not (is_inside and is_direct):
             path = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
             kubeconfig = (DirectKubeConfig if is_direct else KubeConfig).from_path(path)
@@ -335,11 +342,11 @@ class _PodTracker:
         self._was_ready = False
 
     def tell(self, host: str, state: PodState) -> None:
-        """Take the state of a host; called in any thread."""
+        """Record a host's new state; can be called in any thread."""
         self._loop.call_soon_threadsafe(self._note, host, state)
 
     def trouble(self, problem: str) -> None:
-        """Pass on a problem with the API; called in any thread."""
+        """Report a problem with the API; can be called in any thread."""
         self._loop.call_soon_threadsafe(self._say, problem)
 
     async def ready(self, wait_s: float) -> dict[str, str]:
@@ -378,6 +385,7 @@ class _PodTracker:
 
     def _note(self, host: str, state: PodState) -> None:
         old_state = self._states.get(host)
+        # A pod that was created in the place of another; `replace` follows it itself.
         if old_state is None:
             return
         self._states[host] = state
@@ -390,6 +398,7 @@ class _PodTracker:
         elif state.phase == "ending" and self._saves:
             save_at_notice(self._listener, host, state.reason)
         elif state.phase in _ENDED and (old_state.phase not in _ENDED or (old_state.phase == "ending" and self._saves)):
+            # A notice at which the run saves is not yet a loss; the pod's end after it is.
             self._listener.on_lost(host, old_state.reason if old_state.phase == "ending" else state.reason)
 
     def _waiting(self) -> str:
@@ -406,7 +415,7 @@ class _PodTracker:
 
 
 def _reasons(states: Mapping[str, PodState]) -> str:
-    """Return a text with the hosts by the reason of their state."""
+    """Describe the hosts in each state, as "host0, host1: Pending"."""
     hosts: dict[str, list[str]] = {}
     for host, state in states.items():
         hosts.setdefault(state.reason, []).append(host)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh
 
 Notice = Callable[[str, str], None]
-"""Takes a host's name and what happened to it."""
+"""Callback that receives a host's name and what happened to it."""
 
 _START_S = 600.0
 """Seconds in which all hosts must listen; a first import from a shared disk takes minutes."""
@@ -52,6 +52,7 @@ class LaunchedHost:
         while line := await self._line():
             text = line.decode(errors="replace").rstrip()
             key, value = _message(text)
+            # The line comes from another machine: an address that is not trusted is ignored.
             if key == "address" and not self.address.done():
                 if is_here or is_trusted(value, may_be_public=may_be_public):
                     self.address.set_result(value)
@@ -62,6 +63,7 @@ class LaunchedHost:
         status = await self.process.wait()
         output = f": {' | '.join(list(self.last_lines)[-2:])}" if self.last_lines else ""
         cause = f"its launcher ended with status {status}{output}"
+        # Wakes `_addresses`, which waits for all hosts.
         if not self.address.done():
             message = f"host {self.name} did not start: {cause}"
             self.address.set_exception(InfrastructureError(message, hint="see the last lines that it printed"))
@@ -71,13 +73,15 @@ class LaunchedHost:
         """Return the next line, or b"" at the end; skips lines that are too long."""
         assert self.process.stdout is not None
         while True:
+            # StreamReader raises ValueError for a line beyond its limit, and drops the line.
             with contextlib.suppress(ValueError):
                 return await self.process.stdout.readline()
 
     async def end(self) -> None:
-        """Close its stdin, at which it ends with all its processes; kill the launcher if it does not follow."""
+        """Close the host's stdin, which ends it and its processes; kill the launcher if it does not end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        # The host first gets time to end by itself.
         for stop in (lambda: None, self.process.terminate, self.process.kill):
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 stop()
@@ -125,6 +129,7 @@ async def launched_hosts(
     try:
         for name, command in commands.items():
             host = await launch_host(name, command, env)
+            # Known from here on, so that it is ended even if the next one cannot be started.
             hosts.append(host)
             follow_tasks.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
         addresses = await _addresses(hosts, listener)
@@ -139,13 +144,14 @@ async def launched_hosts(
     finally:
         closing = True
         await asyncio.gather(*(host.end() for host in hosts))
+        # A cancelled address keeps `follow` from reporting a host that was ended on purpose as one that did not start.
         for host in hosts:
             host.address.cancel()
         await asyncio.gather(*follow_tasks)
 
 
 def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
-    """Report that a host will end; if this process handles SIGUSR1, raise it here, at which a run saves."""
+    """Report that a host will end, and raise SIGUSR1 here, if it is handled, so that the run saves."""
     listener.say(f"the scheduler is about to end host {name} ({notice})")
     if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
         signal.raise_signal(signal.SIGUSR1)

@@ -15,7 +15,7 @@ HOST_LABEL = "forge-rl-host"
 RANK_LABEL = "forge-rl-rank"
 """Rank of a pod in its Monarch mesh, for KubernetesJob; always 0, as each mesh has one pod."""
 CONTAINER = "worker"
-"""Name of the container in which a host runs; a container of a template that has this name is completed."""
+"""Name of the container in which a host runs; a template's container with this name is completed."""
 
 Manifest = dict[str, Any]
 
@@ -51,6 +51,7 @@ def network_policy(run: str, namespace: str) -> Manifest:
 
     return {
         "apiVersion": "networking.k8s.io/v1",
+        # Monarch executes whatever reaches its port.
         "kind": "NetworkPolicy",
         "metadata": {"name": run, "namespace": namespace, "labels": {RUN_LABEL: run}},
         "spec": {"podSelector": own(), "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own()}]}]},
@@ -63,7 +64,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
     Args:
         port: port on which the host serves Monarch; 0 if it chooses one.
         claim: a persistent volume claim to mount, or "".
-        mount: where.
+        mount: path at which it is mounted.
     """
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": spec.shm}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -77,6 +78,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
             "labels": {RUN_LABEL: spec.run, HOST_LABEL: host, RANK_LABEL: "0"},
         },
         "spec": {
+            # A host ends with its container.
             "restartPolicy": "Never",
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -121,7 +123,7 @@ def _container(spec: PodSpec, port: int) -> Manifest:
 
 
 def merge(template: Any, ours: Any) -> Any:
-    """Return a template completed by our values, which win.
+    """Merge our values into a template; ours take precedence.
 
     Mappings are merged by key, and lists of named things, such as containers and volumes, by name; other lists are
     joined.
@@ -138,6 +140,7 @@ def merge(template: Any, ours: Any) -> Any:
             merge(entry, ours_by_name[name]) if name in ours_by_name else copy.deepcopy(entry)
             for entry, name in zip(template, template_names, strict=True)
         ]
+        # The template's entries, completed, and then ours that it does not name.
         return merged + [
             entry
             for entry in ours

@@ -27,7 +27,7 @@ _DELETE_GRACE_S = 1
 _MOST_WORDS = 300
 """Characters of the API's messages that are shown."""
 _HOPELESS = ("InvalidImageName", "CreateContainerConfigError")
-"""Reasons to wait for a container that do not pass by themselves."""
+"""Reasons for which a container waits that do not go away without a change to the pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class PodState:
     """State of a host's pod, according to the API."""
 
     phase: Literal["waiting", "ready", "ending", "dead", "gone"]
-    """ending: the cluster will stop it once its grace is over; dead: it ended; gone: it does not exist any more."""
+    """ending: the cluster will stop it once its grace period is over; dead: it ended; gone: it does not exist."""
     reason: str = ""
     """Why it waits, or why it is dead."""
     address: str = ""
@@ -46,19 +46,23 @@ class PodState:
 
 def judge(pod: Mapping[str, Any]) -> PodState:
     """Return the state of a pod, given as the API's JSON. Every terminal state is dead."""
+    # Judged in this order: ended, ending, ready, and otherwise waiting for a reason.
     status = pod.get("status") or {}
     address = str(status.get("podIP") or "")
     conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
     container_states = [container.get("state") or {} for container in status.get("containerStatuses") or ()]
+    # Set by Kubernetes on a pod that it is about to stop, for instance to make room or because its node is lost.
     disruption = conditions.get("DisruptionTarget") or {}
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
+    # Pods have the restart policy Never, so a container that has terminated is not started again.
     if termination := next((state["terminated"] for state in container_states if state.get("terminated")), None):
         code = termination.get("exitCode")
         reason = cause or f"the container exited with status {code}: {_words(termination) or '?'}"
         return PodState(phase="dead", reason=reason, address=address, wished=code == 0)
     if phase not in ("Pending", "Running"):  # Succeeded, Failed, Unknown: its node is lost
         return PodState(phase="dead", reason=cause or f"the pod is {phase}: {_words(status) or '?'}", address=address)
+    # It still runs: its grace period has begun.
     if cause or (pod.get("metadata") or {}).get("deletionTimestamp"):
         return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address, wished=not cause)
     if address and (conditions.get("Ready") or {}).get("status") == "True":
@@ -131,6 +135,7 @@ def connect(kubeconfig: Path | None) -> tuple[ApiClient, bool]:
     settings = client.Configuration()
     try:
         if kubeconfig is None:
+            # Raises outside of a cluster, where no service account is mounted.
             with contextlib.suppress(config.ConfigException):
                 config.load_incluster_config(client_configuration=settings)
                 return client.ApiClient(settings), True
@@ -168,6 +173,7 @@ class Pods:
         from kubernetes.client import ApiException
 
         with contextlib.suppress(ApiException):
+            # By default, the host name in a pod is the pod's name.
             response = self._core.read_namespaced_pod(
                 socket.gethostname(), self._namespace, _preload_content=False, _request_timeout=_CALL_S
             )
@@ -263,10 +269,10 @@ class Pods:
         """Call `tell` in a thread with each host's state now and whenever it changes.
 
         Args:
-            trouble: called if the API does not answer, which is asked again.
+            trouble: called with the problem if the API does not answer; it is then asked again.
 
         Returns:
-            What ends it.
+            A function that stops it.
         """
         from kubernetes import watch
 
@@ -280,6 +286,7 @@ class Pods:
                 tell(host, state)
 
         def once() -> None:
+            # The watch continues from the list's version, so that no change falls between the two.
             pods, version = self._list()
             for host in states.keys() - pods.keys():
                 note(host, PodState(phase="gone", reason="the pod does not exist any more"))
@@ -302,6 +309,7 @@ class Pods:
                 except (ConfigError, InfrastructureError) as error:
                     if not stop_event.is_set():
                         trouble(error.message)
+                        # A pause that `end` cuts short.
                         stop_event.wait(_RETRY_S)
 
         def end() -> None:
@@ -321,16 +329,18 @@ def deleted_with_this_process(kubeconfig: Path | None, *, namespace: str, run: s
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # Ctrl-C in the terminal must not end the guard.
         start_new_session=True,
     )
     try:
         yield
     finally:
+        # A line ends the guard; if its stdin closes without one, it deletes the pods.
         guard.communicate(b"done\n")
 
 
 def _guard(namespace: str, run: str, kubeconfig: str = "") -> None:
-    """Delete the pods of a run once stdin ends without a word."""
+    """Delete the pods of a run if stdin closes before a line arrives, that is, if the parent was killed."""
     if not sys.stdin.readline():
         api, _ = connect(Path(kubeconfig) if kubeconfig else None)
         Pods(api, namespace=namespace, run=run).delete()

@@ -67,6 +67,7 @@ class ProcessHosts:
                 env=handed_on(),
                 start_new_session=True,
             )
+        # Kills the process if this one is killed before it can do so itself.
         guard = clean_up_after([], [process.pid])
         try:
             say(f"process {process.pid} of this machine")

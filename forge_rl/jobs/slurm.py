@@ -113,7 +113,7 @@ class SlurmJob:
         return self._script(command, folder)
 
     def submit(self, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
-        """Submit the batch script, or find the job that a former call submitted; show its log until it ends.
+        """Submit the batch script, or find the job that an earlier call submitted; show its log until it ends.
 
         The first Ctrl-C lets the run save and end; the second one cancels the job at once.
         """
@@ -125,6 +125,7 @@ class SlurmJob:
             if job is not None and not job.end:
                 say(f"Slurm job {job.id} runs this command already; following it. Ctrl-C cancels it")
             else:
+                # The output of an earlier job is not shown again.
                 log.skip()
                 job = self._submit(command, folder)
                 say(f"Slurm job {job.id} is submitted; its output: {folder / _LOG}. Ctrl-C cancels it")
@@ -149,10 +150,12 @@ class SlurmJob:
             log.show()
             if time.monotonic() >= ask_at:
                 last_job, job = job, _again(name, job)
+                # After a state from which Slurm may requeue the job, the end counts once it has been seen twice.
                 ends = 0 if not job.end else ends + 1 if job.state in _REQUEUED else 2
                 message = slurm_queue.describe_wait(job) if job.waits else _describe(job)
                 if message != last_message:
                     say(last_message := message)
+                # Asks less and less often while nothing changes.
                 every_s = _ASK_S if job.state != last_job.state else min(_ASK_LESS_S, every_s * 1.2)
                 ask_at = time.monotonic() + every_s
             time.sleep(_LOOK_S)
@@ -180,6 +183,7 @@ class SlurmJob:
     def _script(self, command: Sequence[str], folder: Path) -> str:
         """Return the batch script, in which the command runs with the hosts of its own allocation."""
         path = folder.resolve()
+        # The last --job and --out count; earlier ones may be among the command's own flags.
         inner = [self.python or command[0], *command[1:], "--job", self._allocation, "--out", str(path)]
         return _SCRIPT.format(
             directives="\n".join(f"#SBATCH {directive}" for directive in self._directives(path)),
@@ -196,15 +200,18 @@ class SlurmJob:
         yield from self._options()
         yield "--dependency=singleton"  # two terminals that submit the same run: one job waits for the other
         yield "--requeue"
+        # The job keeps its other nodes when one of them dies.
         yield "--no-kill"
+        # B: only the batch script gets the signal, and passes it on to the run.
         yield f"--signal=B:USR1@{self.grace_s}"
         yield "--open-mode=append"
         yield f"--chdir={script_path(Path.cwd())}"
+        # sbatch expands % in file names.
         yield f"--output={script_path(folder / _LOG).replace('%', '%%')}"
         yield from shlex.split(self.options)
 
     def _options(self) -> Iterator[str]:
-        """Yield the options of sbatch that each node is asked for with, except the user's own."""
+        """Yield the sbatch options with which nodes are requested, except the user's own."""
         options = {
             "partition": self.partition.replace("+", ","),
             "account": self.account,
@@ -253,7 +260,7 @@ class _JobLog:
 
 
 def _again(name: str, job: JobState) -> JobState:
-    """Ask for a job's state; while slurmctld does not answer, the last one stands."""
+    """Return a job's current state, or its last known one while slurmctld does not answer."""
     try:
         new_job = slurm_queue.find_job(name)
     except ConfigError:

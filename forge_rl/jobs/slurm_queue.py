@@ -12,7 +12,7 @@ from forge_rl.errors import ConfigError, InfrastructureError
 _ANSWER_S = 60.0
 _ANSWER_BYTES = 1 << 20
 _MOST_TOLD = 200
-"""Letters of Slurm's answers in a line for the user."""
+"""Maximum characters of Slurm's answers in a message."""
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _ENDS = {
     "COMPLETED": "ended",
@@ -48,7 +48,7 @@ class JobState:
 
     @property
     def waits(self) -> bool:
-        """Whether it has no nodes yet, or none any more before it starts again."""
+        """Whether it has no nodes: it has not started, or is to start again."""
         return self.state in _WAITING
 
     @property
@@ -105,9 +105,9 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
 
 
 def find_job(name: str, id: str = "") -> JobState | None:
-    """Return the state of this user's latest job of a name, or of the one with an id; None once Slurm has forgotten
-    it."""
+    """Return the state of this user's latest job with a name, or of the job with an id; None once Slurm forgot it."""
     answer = ask_slurm(
+        # --states=all: by default squeue leaves out jobs that have ended.
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
     jobs = []
@@ -122,6 +122,7 @@ def find_job(name: str, id: str = "") -> JobState | None:
 
 def describe_wait(job: JobState) -> str:
     """Return a line that says where a job stands in the queue."""
+    # By priority, the highest first, then by id.
     command = ["squeue", "--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
     queue = ask_slurm(*command, *([f"--partition={job.partition}"] if job.partition else [])).split()
     place = f"place {queue.index(job.id) + 1} of {len(queue)} in the queue" if job.id in queue else "waiting"
@@ -131,6 +132,7 @@ def describe_wait(job: JobState) -> str:
 
 def exit_status(job: JobState) -> int:
     """Return the exit status of a job's script, 1 if a signal ended it or Slurm has forgotten it."""
+    # Exit status and signal; a signal other than 0 has ended the script.
     match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
     return int(match[1]) if match else 1
 
@@ -139,7 +141,7 @@ def cancel(job: JobState, *, gently: bool) -> None:
     """Cancel a job.
 
     Args:
-        gently: send SIGHUP to its batch script alone, at which a run saves and ends.
+        gently: send SIGHUP to its batch script alone, which makes a run save and end.
     """
     options = ["--signal=HUP", "--batch"] if gently and not job.waits else []
     ask_slurm("scancel", *options, job.id)
@@ -151,7 +153,7 @@ def node_addresses(names: str) -> list[str]:
 
 
 def node_names(nodes: str) -> list[str]:
-    """Return the names of nodes that Slurm wrote as node[1-2]."""
+    """Expand Slurm's notation for nodes, such as node[1-2], to their names."""
     return ask_slurm("scontrol", "show", "hostnames", nodes).split()
 
 
@@ -166,7 +168,7 @@ def requeue_without_controller(id: str) -> None:
 
 
 def dead_nodes(names: str) -> dict[str, str]:
-    """Return the named nodes that Slurm has given up, with their states."""
+    """Return which of the named nodes are down according to Slurm, with their states."""
     answer = ask_slurm(
         "sinfo", "--noheader", "--Node", f"--nodes={names}", "--states=down,powered_down", "--format=%N|%T"
     )

@@ -1,4 +1,4 @@
-"""Batch scripts of Slurm: names of jobs, what may stand in a directive, and the script of a host that joins a run."""
+"""Slurm batch scripts: names of jobs, checks of directives, and the script of a host that joins a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 from forge_rl.errors import ConfigError
 
 _OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
-"""What may stand in a directive of a batch script."""
+"""Characters allowed in a directive of a batch script."""
 _GRACE_S = 60
 """Seconds before its time limit at which a host leaves."""
 
 
 def job_name(folder: Path) -> str:
     """Return the name of the job that runs in a folder, the same from every login node."""
+    # Of user and whole path, as the job's name has only the folder's own name.
     digest = hashlib.sha256(f"{getpass.getuser()} {folder.resolve()}".encode()).hexdigest()[:8]
     return f"forge_rl-{re.sub('[^A-Za-z0-9.-]', '-', folder.name)[:40]}-{digest}"
 
 
 def hosts_name(folder: Path) -> str:
-    """Return the name of all jobs by which the run in a folder asks for hosts."""
+    """Return the name of all jobs with which the run in a folder requests hosts."""
     return f"{job_name(folder)}-host"
 
 
@@ -49,7 +50,7 @@ def host_script(command: Sequence[str], folder: Path, log: Path, options: str) -
 
 
 def script_path(path: Path) -> str:
-    """Return a path as it may stand in a directive."""
+    """Return a path in the form that a directive requires."""
     text = str(path)
     if re.search(r"[\x00-\x1f\"'\\]", text):
         raise ConfigError(f"{text!r} cannot be named in a batch script", hint="choose a folder without quotes")

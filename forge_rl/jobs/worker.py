@@ -34,6 +34,7 @@ def main() -> None:
     outlive_stop_signals()
     os.environ["TMPDIR"] = scratch = make_scratch()
     clean_up_after([scratch])
+    # Before Monarch is imported, as it then opens its log.
     secure_monarch_log()
     set_defaults()
     from monarch.actor import run_worker_loop_forever

@@ -22,7 +22,7 @@ _TAIL_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """What a list of runs shows of one."""
+    """Summary of a run, as lists of runs show it."""
 
     folder: Path
     model: str
@@ -56,13 +56,14 @@ def list_runs(place: Path) -> list[PastRun]:
 
 
 def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
-    """Read what a list shows of a run.
+    """Read the summary of a run.
 
     Args:
         locked: inodes of locked files; read from this machine by default.
     """
     locked = _locked() if locked is None else locked
     config, summary = read_bounded(folder / "config.json"), read_bounded(folder / "summary.json")
+    # The last rows suffice for the step, the reward and the score.
     rows = list(metrics_of(folder, tail=True))
     changed, lock = 0.0, 0
     with contextlib.suppress(OSError):
@@ -72,6 +73,7 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     best, steps = summary.get("best"), config.get("steps")
     ended: dict[str, State] = {"finished": "finished", "failed": "failed"}
     outcome = str(summary.get("outcome", "finished")) if summary else ""
+    # A run that was killed has neither a lock nor a summary, and counts as stopped.
     state: State = "running" if lock in locked else ended.get(outcome, "stopped")
     scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
     return PastRun(
@@ -111,6 +113,7 @@ def metrics_of(folder: Path, *, tail: bool = False) -> Iterator[dict[str, Any]]:
             return
         with path.open("rb") as file:
             if tail:
+                # This begins in the middle of a line, which then fails to parse and is left out.
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read(_MOST_BYTES).splitlines()
     except OSError:
@@ -131,6 +134,7 @@ def as_float(value: object) -> float | None:
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
+        # `isfinite` raises for integers beyond the range of floats.
         return None
 
 
@@ -138,6 +142,7 @@ def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, object
     """Flatten settings to one value per flag."""
     settings: dict[str, object] = {}
     for name, value in config.items():
+        # The prefix grows with the depth, so that this bounds the recursion.
         if isinstance(value, dict) and len(prefix) < 200:
             settings |= settings_of(value, f"{prefix}{name}.")
         else:
@@ -151,7 +156,7 @@ def flag_of(setting: str) -> str:
 
 
 def setting_text(value: object) -> str:
-    """Write a setting's value as on the command line, as far as that is short: a list is its items."""
+    """Write a setting's value roughly as on the command line: a list as its items."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -160,6 +165,7 @@ def _locked() -> set[int]:
     inodes = set[int]()
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
+            # The sixth field is MAJOR:MINOR:INODE.
             if " FLOCK " in line:
                 inodes.add(int(line.split()[5].rpartition(":")[2]))
     return inodes

@@ -58,7 +58,7 @@ class Advisories:
         """Advisories that hold now, by kind."""
 
     def rollback(self) -> None:
-        """Forget all metrics, as after a rollback the run goes another way."""
+        """Forget all metrics, since a run takes another course after a rollback."""
         self._history, self._held, self.current = _History(self._history.max_lag), {}, {}
 
     def look_at(self, step: int, values: Mapping[str, object]) -> list[Advisory]:
@@ -72,9 +72,11 @@ class Advisories:
         advisories = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if any(name.startswith(metric) for name in numbers):
+                # Divergence is looked at first, and stands for the conditions that follow from it.
                 text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
                 advisories += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(numbers, self._settings):
+            # The streak with this step, for the text; `_hold` counts it below.
             steps = self._held.get(kind, [step, 0])[1] + 1
             advisories += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text(steps))
         return advisories
@@ -113,6 +115,7 @@ def advisories_of(
             continue
         new_advisories = watch.look_at(step, {name: value for name, value in row.items() if name != "step"})
         advisories = [
+            # The latest text of an advisory that still holds, as its numbers change.
             (watch.current.get(advisory.kind, advisory), None)
             if end is None and advisory.kind in watch.current
             else (advisory, step if end is None else end)
@@ -160,6 +163,7 @@ class _History:
     def start(self, name: str) -> float | None:
         """Return the median of the run's first values; None while there are too few to compare with."""
         first = self._first.get(name, [])
+        # More values than those compared with: until then there is nothing to compare.
         return median(first) if len(first) == _FIRST and len(self._latest[name]) > _FIRST else None
 
     def recent(self, name: str) -> float | None:
@@ -222,6 +226,7 @@ def _gap(history: _History) -> str:
 
 
 def _drift(history: _History) -> str:
+    # Logprobs of two versions of the weights, unlike the gap: staleness, not numerics.
     drift = history.recent("logprob_drift")
     if drift is None or drift < 0.3:
         return ""
@@ -420,4 +425,4 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "skipped": ("updates/skipped", 3, _skipped),
     "gradient": ("grad_norm", 1, _gradient),
 }
-"""What the names of each condition's metrics start with, the steps in a row for which it must hold, and its text."""
+"""Start of each condition's metric names, number of consecutive steps for which it must hold, and its text."""

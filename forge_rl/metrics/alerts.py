@@ -105,6 +105,7 @@ class AlertSink(Sink):
 
     def advisory(self, advisory: Advisory, *, ended: bool) -> None:
         sent_at = self._clock()
+        # The deque holds as many times as an hour may have, so its oldest decides.
         if len(self._sent) == self._sent.maxlen and sent_at - self._sent[0] < _HOUR_S:
             self._left_out += 1
             return
@@ -126,9 +127,11 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def _put(self, event: str, text: str, more: dict[str, object] | None = None) -> None:
+        # The text leaves the machine, so secrets that it quotes are removed.
         public_text = without_secrets(without_credentials(text))[:_MOST_LETTERS]
         alert = {"event": event, "text": public_text, **self._about, "step": self._step, "time": round(time.time(), 3)}
         try:
+            # A full queue costs this alert, not the time of a step.
             self._jobs.put_nowait(alert | (more or {}) | ({"left_out": self._left_out} if self._left_out else {}))
             self._left_out = 0
         except queue.Full:
@@ -142,6 +145,7 @@ class AlertSink(Sink):
     def _work(self) -> None:
         while (alert := self._jobs.get()) is not None:
             payload = json.dumps(alert)
+            # Each on its own: if one fails, the other still gets the alert.
             for name, send in (("command", self._run), ("webhook-url", self._post)):
                 try:
                     if getattr(self._config, name.replace("-", "_")):

@@ -11,7 +11,7 @@ from forge_rl.metrics.values import lag_histogram
 from forge_rl.types import Batch, Episode
 
 _LOOP_TOKENS = 64
-"""Tokens at the end of an episode that repeat a piece of at most a quarter of them."""
+"""Number of last tokens that count as a loop if they repeat a piece of at most a quarter of their length."""
 
 
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
@@ -33,6 +33,7 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         metrics |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
         metrics["reward/std"] = _spread(batch)
         metrics |= reward_parts(episodes) | rewards_by_source("reward", episodes)
+    # Left out for given answers, of which no token was sampled.
     if lags.counts:
         metrics["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
         metrics["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)
@@ -54,22 +55,24 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
     """Return the smallest value that at least this share of the values does not exceed."""
+    # The nearest rank, without interpolation: a length that an episode really has.
     return ordered[math.ceil(len(ordered) * percent / 100) - 1]
 
 
 def _spread(batch: Batch) -> float:
-    """Return the standard deviation of the rewards in a group, without episodes that have no score, as a mean."""
+    """Return the mean over groups of their rewards' standard deviation, without episodes that have no score."""
     groups = [[episode.reward for episode in group.episodes if episode.score is not None] for group in batch.groups]
     return statistics.fmean(statistics.pstdev(rewards) for rewards in groups if rewards)
 
 
 def _repeats(episode: Episode) -> bool:
-    """Return whether the last tokens of an episode are a short piece over and over."""
+    """Return whether an episode ends in a loop, that is, in a short piece that is repeated over and over."""
     if not episode.turns:
         return False
     end = episode.turns[-1].token_ids[-_LOOP_TOKENS:].tolist()
     if len(end) < _LOOP_TOKENS:
         return False
+    # Comparing one token first rules out most periods cheaply.
     return any(
         end[-1 - period] == end[-1] and end[period:] == end[:-period] for period in range(1, _LOOP_TOKENS // 4 + 1)
     )

@@ -61,10 +61,12 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard.summary import hparams
 
         settings = {
+            # `hparams` refuses values of other types.
             name: value if isinstance(value, bool | int | float) else str(value)[:_MOST_LETTERS]
             for name, value in info.config.items()
         }
         with self._writing() as writer:
+            # The zeros only name the metrics to compare; their values are those of the curves.
             for summary in hparams(settings, dict.fromkeys(_COMPARED, 0.0)):
                 writer.file_writer.add_summary(summary)
 
@@ -115,6 +117,7 @@ class TensorBoardSink(Sink):
         with writing(self._folder):
             if self._writer is None:
                 _wait_for_a_later_name(self._folder)
+                # By purge_step, TensorBoard hides what an earlier process wrote after this step.
                 self._writer = SummaryWriter(str(self._folder), purge_step=self._step + 1, flush_secs=10)
             try:
                 yield self._writer
@@ -188,8 +191,10 @@ class WandbSink(Sink):
         if samples := _samples(step, self._steps, batch):
             rows = [[row.get(name) for name in _COLUMNS] for row in samples]
             drawn["episodes/table"] = self._wandb.Table(columns=list(_COLUMNS), data=rows)
+            # What a model wrote stays text.
             page = f"<pre style='white-space: pre-wrap'>{html.escape(_text(samples[0]))}</pre>"
             drawn["episodes/first"] = self._wandb.Html(page, inject=False, data_is_not_path=True)
+        # W&B cannot go back: late values are drawn at the current step, with the step that they belong to.
         if step < self._step:
             drawn["eval/step"] = step
         self._step = max(self._step, step)

@@ -28,6 +28,7 @@ class _Sign:
     """Value above which no other sign is needed."""
 
     def holds(self, usual: float, value: float) -> bool:
+        # Growth by a factor means nothing for negative values.
         if usual < 0 or value < 0:
             return False
         return (value > self.growth * usual and value > self.noise) or (
@@ -65,6 +66,7 @@ class Divergence:
         """Add the metrics of a step; other values, such as an evaluation's, are ignored."""
         if "grad_norm" not in values:
             return
+        # Without the latest value, which may already belong to the break: it can take two steps.
         usual = self._usual or {name: median([*past][:-1] or past) for name, past in self._past.items() if past}
         signs = [
             sign
@@ -74,11 +76,13 @@ class Divergence:
         for name, past in self._past.items():
             if name in values:
                 past.append(values[name])
+        # Signs of one kind count once; a sign beyond `enough` suffices alone.
         weights = {sign.kind: 1 for sign in signs}
         weights |= {sign.kind: _LEAST_WEIGHT for sign in signs if values[sign.metric] > sign.enough}
         if sum(weights.values()) < _LEAST_WEIGHT:
             self._usual, self.text = {}, ""
             return
+        # Kept while the policy is broken, so that it is compared with its healthy values, not with broken ones.
         self._usual = usual
         changes = ", ".join(
             f"{sign.metric} went from {usual[sign.metric]:.3g} to {values[sign.metric]:.3g}" for sign in signs

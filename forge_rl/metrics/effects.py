@@ -51,6 +51,7 @@ def _above(flag: str, bound: float) -> Callable[[Settings], bool]:
 
 def _lent_experts(values: Values, settings: Settings) -> float:
     name = "experts/rank_max_over_mean"
+    # Load of the busiest rank over the mean without lending (plain), minus the same with it.
     return values.get(f"{name}/plain", 0.0) - values.get(name, 0.0)
 
 
@@ -60,6 +61,7 @@ def _shared_tokens(values: Values, settings: Settings) -> float:
 
 def _busy_guests(values: Values, settings: Settings) -> float:
     urls, guests = settings.get("generator.urls"), settings.get("generator.guests")
+    # Replicas are numbered from the engines at given addresses; guests come next.
     first = len(urls) if isinstance(urls, list | tuple) else 0
     indices = range(first, first + guests) if isinstance(guests, int) else range(0)
     shares = {name.removeprefix("busy/generator/"): share for name, share in values.items()}
@@ -106,6 +108,7 @@ EFFECTS: dict[str, Effect] = {
         "in forge-rl show",
     ),
     "cached_tools": Effect(
+        # No flag turns this on, so it counts whenever a step has its metric.
         flag="the cache of pure tools",
         is_asked_for=lambda settings: True,
         counted_with="tools/cache_hits",
@@ -249,7 +252,7 @@ EFFECTS: dict[str, Effect] = {
 
 
 def effects_of(values: Values, settings: Settings) -> Iterator[tuple[str, Effect, bool]]:
-    """Yield each effect that a run's settings ask for and a step says something about, and whether the step had it."""
+    """Yield the effects that a run's settings ask for and a step's metrics cover, and whether the step shows each."""
     for kind, effect in EFFECTS.items():
         if effect.is_asked_for(settings) and any(name.startswith(effect.counted_with) for name in values):
             yield kind, effect, effect.amount(values, settings) > 0

@@ -32,8 +32,8 @@ _GROUP_TOKENS = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEpisode:
-    """An episode, and what the run made of it. The T tokens of the arrays are those that the model generated, turn by
-    turn.
+    """An episode and what the run recorded about it. Arrays have an entry for each of the T tokens that the model
+    generated, turn by turn.
 
     RecordedEpisode(step=3, kind="trained", group=0, index=1, episode=episode, advantages=np.full(40, 0.5))
     """
@@ -65,6 +65,7 @@ class RecordedEpisode:
     def given_answer(self) -> str:
         """Which given answer it is: "chosen" or "rejected" of a pair, "given" of others; "" if a model sampled it."""
         versions = [turn.versions for turn in self.episode.turns if len(turn.versions)]
+        # Versions are -1 where no model sampled; see `Turn.versions`.
         if not versions or any(of_turn.max() >= 0 for of_turn in versions):
             return ""
         pair = ("chosen", "rejected")
@@ -121,7 +122,7 @@ _NUMBERS = (
     "context_ids.list.element.list.element",
     *(f"{name}.list.element" for name in ("logprobs", "trainer_gaps", "entropies")),
 )
-"""Columns of numbers whose bytes are stored apart, the first of each value, then the second: the high ones repeat."""
+"""Columns of numbers that are stored byte by byte, the first byte of all values first: high bytes often repeat."""
 
 
 def episode_schema() -> pa.Schema:
@@ -173,6 +174,7 @@ def episode_schema() -> pa.Schema:
         "tokens": count,
         "turn_count": count,
         "turns": pa.list_(pa.struct(list(turn.items()))),
+        # For each segment its whole context once; turns refer to it by start and length.
         "context_ids": pa.list_(pa.list_(count)),
         "logprobs": pa.list_(pa.float32()),
         "versions": pa.list_(count),
@@ -190,6 +192,7 @@ def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpis
     group, tokens = list[RecordedEpisode](), 0
     for record in records:
         group.append(record)
+        # The last turn of a run has the run's whole context: prompt_ids is everything before its own tokens.
         last_turns = [record.episode.turns[run[-1]] for run in record.episode.runs]
         tokens += 1 + sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in last_turns)
         if tokens >= _GROUP_TOKENS:
@@ -214,6 +217,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
 
     episodes = [record.episode for record in records]
     turns = [turn for episode in episodes for turn in _turns(episode, as_json)]
+    # Arrays of all turns of all episodes are joined; these lengths cut them into one list for each episode.
     generated = [episode.response_tokens for episode in episodes]
     contexts = [episode.turns[run[-1]] for episode in episodes for run in episode.runs]
     values = [[np.asarray(scores, np.float32) for scores in e.score.tokens] if e.score else [] for e in episodes]
@@ -254,6 +258,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
             ),
             [len(episode.turns) for episode in episodes],
         ),
+        # Two levels: the segments of each episode, and the tokens of each segment.
         "context_ids": _lists(
             _lists(
                 _numbers([ids for turn in contexts for ids in (turn.prompt_ids, turn.token_ids)], np.int32),
@@ -282,6 +287,7 @@ def _turns(episode: Episode, as_json: Callable[[object], str]) -> Iterator[dict[
     for place, turn in enumerate(episode.turns):
         yield {
             "segment": segments[place],
+            # Where the turn's own tokens begin in its segment.
             "start": len(turn.prompt_ids),
             "tokens": len(turn.token_ids),
             "agent": _encodable(turn.agent),
@@ -310,6 +316,7 @@ def _array(values: Any, kind: pa.DataType) -> Any:
 
     if not isinstance(values, list):
         return values
+    # Lone surrogates are rare, so texts are escaped one by one only if the whole column fails.
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
@@ -317,7 +324,7 @@ def _array(values: Any, kind: pa.DataType) -> Any:
 
 
 def _lists(values: Any, lengths: Sequence[int]) -> Any:
-    """Make an array of lists from their values, one after another."""
+    """Make an array of lists from their concatenated values and their lengths."""
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
@@ -337,8 +344,11 @@ def _numbers(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt
 
 def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Round in place to 8 significant bits, an error of at most 0.4%, so that half of each number's bytes are zero."""
+    # The low halves of the numbers, on little-endian machines: all zero if they have been rounded already.
     if values.view(np.uint16)[::2].any():
+        # One NaN for all: rounding up the bits of another could overflow.
         bits = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)
+        # Half to even in integers: add just under half of the last bit kept, plus that bit, then cut the rest.
         np.bitwise_and(bits + (0x7FFF + ((bits >> 16) & 1)), 0xFFFF0000, out=values.view(np.uint32))
     return values
 
@@ -366,6 +376,7 @@ def _last_words(text: str, given_answer: str) -> str:
 
 def _json(value: object) -> str:
     """Write JSON; an object without a JSON form, which a task's truth may hold, becomes its repr."""
+    # json writes dicts only, not other mappings.
     if isinstance(value, Mapping):
         value = dict(value)
     return json.dumps(value, ensure_ascii=False, default=repr)

@@ -77,6 +77,7 @@ class EpisodeFile:
     def __getitem__(self, row: int) -> RecordedEpisode:
         if not 0 <= row < len(self):
             raise IndexError(row)
+        # The last row group that begins at or before the row.
         group = int(np.searchsorted(self._starts, row, "right")) - 1
         return self._record(self._read(group, None, row - self._starts[group])[0])
 
@@ -101,6 +102,7 @@ class EpisodeFile:
 
         try:
             table = self._file.read_row_group(group, columns=columns)
+            # The file may be hostile: offsets and texts are checked in full before anything follows them.
             table.validate(full=True)
             if len(table) != self._starts[group + 1] - self._starts[group]:
                 raise ValueError("a row group has another number of rows than it says")
@@ -115,6 +117,7 @@ class EpisodeFile:
         try:
             table = table if row is None else table.slice(row, 1)
             array_names = [column.name for column in table.schema if columns is None and column.name in _ARRAYS]
+            # Columns of numbers stay arrays, without a Python object for each number.
             rows: list[dict[str, Any]] = table.drop_columns(array_names).to_pylist()
             for name in array_names:
                 for place, values in enumerate(table[name]):
@@ -160,16 +163,19 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
         verifier=row["verifier"],
     )
     counts = [turn["tokens"] for turn in row["turns"]]
+    # [turns + 1]: the tokens of turn i are at ends[i] to ends[i + 1] of each array.
     ends = np.cumsum([0, *counts])
     _check(min(counts, default=0) >= 0, "a turn has a negative number of tokens")
     total = int(ends[-1])
     for name in ("logprobs", "versions"):
         _check(len(row[name]) == total, f"{name} do not fit the turns")
+    # An empty list stands for an unknown array; see `_number_lists`.
     optional = {name: row[name] if len(row[name]) else None for name in _OPTIONAL}
     for name, values in optional.items():
         _check(values is None or len(values) == total, f"{name} do not fit the turns")
     score = None
     if row["reward"] is not None:
+        # Either all turns have a score or none has.
         by_turn = [turn["value"] for turn in row["turns"]]
         values = optional["values"]
         score = Score(

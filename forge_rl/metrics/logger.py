@@ -73,6 +73,7 @@ class RunLog:
         Files are written before the display shows the values. Advisories that begin to hold become warnings.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
+        # Copied, as `look_at` changes it: what is missing afterwards has ended.
         old_advisories = dict(self._advisories.current)
         for advisory in self._advisories.look_at(step, values):
             self.warn(str(advisory))
@@ -102,6 +103,7 @@ class RunLog:
             count = self._warnings[kind] = self._warnings.get(kind, 0) + 1
             if count > 1:
                 self._folded[kind] = text
+                # Not a power of ten: counted, and logged with the next one.
                 if math.log10(count) % 1:
                     return
                 del self._folded[kind]
@@ -146,5 +148,6 @@ class RunLog:
             else:
                 if num_lost := self._lost.pop(key, 0):
                     warnings.append(f"{name} works again; what it was given {num_lost} times is lost")
+        # Warnings go to the same sinks, so they wait until each has got the entry itself.
         for text in warnings:
             self._tell(text, "warning")

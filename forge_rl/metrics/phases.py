@@ -55,6 +55,7 @@ class PhaseClock:
 
     def now(self) -> tuple[str, float, float]:
         """Return the current phase or "", seconds in it (or since the last one), and seconds since the step began."""
+        # Read once, as another thread may ask while the phase changes.
         (name, since), moment = self._current, self._clock()
         return name, moment - since, moment - self._begun
 
@@ -89,6 +90,7 @@ class PhaseClock:
         finally:
             end = self._clock()
             self._seconds[name] += end - begin - (self._paused_s() - paused_before)
+            # Before the listeners, which see the clock between two phases.
             self._current = ("", end)
             self.ended.tell(name, begin, end)
 
@@ -125,6 +127,7 @@ class PhaseClock:
         values = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         for name, count in self._tokens.items():
             values[f"tokens/{name}"] = float(count)
+            # A phase that took no time has no rate.
             if self._seconds.get(name, 0.0) > 0.0:
                 values[f"tokens_per_s/{name}"] = count / self._seconds[name]
         for (device, phase), seconds in self._busy.items():
@@ -141,6 +144,7 @@ class PhaseClock:
 
 def _name_phase(error: BaseException, phase: str) -> None:
     if isinstance(error, ServiceError):
+        # An error that has a phase keeps it: it comes from that phase, even if another one re-raises it.
         error.phase = error.phase or phase
     elif isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:

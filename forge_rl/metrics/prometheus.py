@@ -95,6 +95,7 @@ class PrometheusSink(Sink):
             self._server.server_close()
 
     def _families(self) -> Iterator[Family]:
+        # A scrape formats copies, so that it never holds up a step.
         with self._lock:
             info, values, step, step_time = self._info, dict(self._values), self._step, self._step_at
             advisories, events = dict(self._advisories), dict(self._events)
@@ -143,11 +144,13 @@ class _Handler(WSGIRequestHandler):
 class _MetricsServer(ThreadingMixIn, WSGIServer):
     """Serves an application on a socket that listens already, to a bounded number of clients."""
 
+    # A slow client delays neither the end of the process nor a shutdown.
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, listener: socket.socket, app: Any) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
+        # The base class has made a socket even without binding it; the listening one takes its place.
         self.socket.close()
         self.socket = listener
         self.server_address = listener.getsockname()
@@ -157,6 +160,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        # Beyond the bound clients are refused; waiting ones would each hold a thread.
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:

@@ -28,7 +28,7 @@ _NAME = re.compile(r"(\d{6,})-(trained|evaluated|failed)\.parquet")
 _MOST_WAITING = 2
 """Batches that wait for the thread; while a disk is slower than the run, further ones are not kept."""
 _LISTED = 1000
-"""Files to delete that are remembered, so that not all are listed for each one."""
+"""Number of files to delete next that are remembered, to avoid listing the folder for each deletion."""
 _MAX_EPISODES = 4096
 """Maximum episodes kept of a step, of each kind: trained, evaluated and failed. Flags bound the episodes kept for
 long; this bounds those that one step writes, and the failed episodes that memory holds until then."""
@@ -67,7 +67,7 @@ class EpisodeRecorder(Sink):
     """Writes the episodes of each step to files of their own, `episodes/000012-trained.parquet`.
 
     Nothing here blocks or fails a step. While files cannot be written, or a disk is slower than the run, episodes are
-    not kept, and the calls raise an error, of which the log makes a warning.
+    not kept, and the calls raise an error, which the log turns into a warning.
 
     Args:
         run: the run folder.
@@ -103,6 +103,7 @@ class EpisodeRecorder(Sink):
 
     def rollback(self, step: int) -> None:
         self._step, self._failed = step, []
+        # The thread does this after the writes that were asked for before, so that none of their files appears later.
         self._jobs.put(functools.partial(self._delete_after, step))
 
     def episode(self, episode: Episode) -> None:
@@ -115,10 +116,13 @@ class EpisodeRecorder(Sink):
         failed_episodes = list[RecordedEpisode]()
         if kind == "trained":
             self._step = step
+            # Failed episodes are written with the step during which they failed.
             failed_episodes, self._failed = self._failed, failed_episodes
+        # A waiting job holds its whole batch, so that a slow disk would otherwise fill the memory.
         if not self._waiting.acquire(blocking=False):
             raise CheckpointError(f"{self._folder} is written to more slowly than episodes come")
         self._jobs.put(functools.partial(self._write, step, kind, episodes, failed_episodes))
+        # The error of an earlier job: this one has not been tried yet.
         self._raise_problem()
 
     def flush(self) -> None:
@@ -193,6 +197,7 @@ class EpisodeRecorder(Sink):
         if self._last_step is None:  # files of an earlier process
             later = [path for recorded_step, _, path in recorded_files(self._run) if recorded_step > step]
         else:
+            # The names follow from the steps; listing the folder would take longer the longer the run.
             steps = range(step + 1, self._last_step + 1)
             later = [self._folder / f"{number:06d}-{kind}.parquet" for number in steps for kind in get_args(Kind)]
         for path in later:
@@ -205,14 +210,15 @@ class EpisodeRecorder(Sink):
         path.unlink(missing_ok=True)
 
     def _delete_earliest(self) -> None:
-        """Delete the earliest files while all are too large together. Only lists all files if it does not know their
-        size, and to find the next thousand to delete."""
+        """Delete the earliest files until all of them fit the bound. Lists the folder only to learn their size, and to
+        find the next thousand to delete."""
         while self._bytes is None or self._bytes > self._config.gib * 2**30:
             if self._bytes is not None and self._earliest:
                 self._delete(self._earliest.popleft())
                 continue
             paths = [path for _, _, path in recorded_files(self._run)]
             self._bytes = sum(map(_size, paths))
+            # The latest file stays, however large it is.
             self._earliest.extend(paths[:-1][:_LISTED])
             if not self._earliest:
                 break
@@ -228,6 +234,7 @@ def _size(path: Path) -> int:
 
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
     """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
+    # A dict keeps the order; an evaluated group is known by its set and its index there.
     groups = list(dict.fromkeys((record.set, record.group) for record in records))
     max_groups = max(1, int(_MAX_EPISODES * len(groups) / max(1, len(records))))
     count = min(len(groups), max_groups, max(1, round(config.share * len(groups))))

@@ -101,6 +101,7 @@ class JSONLSink(Sink):
         self._lines = StepLines(path)
 
     def start(self, info: RunInfo) -> None:
+        # A damaged file is refused before the rollback changes it.
         self._lines.check(info.step)
         super().start(info)
 
@@ -113,6 +114,7 @@ class JSONLSink(Sink):
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         row = {name: _as_json(value) for name, value in values.items()}
+        # Late values, such as an evaluation's, belong to an earlier step and come without a batch.
         if step == self._lines.step or (step < self._lines.step and batch is None):
             self._lines.amend(step, row)
         else:
@@ -131,8 +133,8 @@ class EventSink(Sink):
 
 
 class EpisodeSink(Sink):
-    """Writes the text of episodes to search in: a sample of each batch, spread evenly over its groups; up to as many
-    failed episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
+    """Writes episodes as searchable text: a sample of each batch, spread evenly over its groups; up to as many failed
+    episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = StepLines(path)
@@ -152,13 +154,16 @@ class EpisodeSink(Sink):
             self._waiting.append(episode)
         elif self._failed < self._episodes_per_step:
             self._failed += 1
+            # It failed during the step that follows the last one logged.
             self._lines.append(self._step + 1, episode_sample(episode))
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
+        # Evenly spaced places, as the episodes of a group lie one after another.
         num_episodes = min(self._episodes_per_step, len(episodes))
         for i in range(num_episodes):
             self._lines.append(step, episode_sample(episodes[i * len(episodes) // num_episodes]))
+        # Only a batch ends the collection of a step, not values that come late.
         if num_episodes:
             self._next(step)
 
@@ -203,6 +208,7 @@ def _said(message: Message) -> str:
 def _floats(row: Mapping[str, object]) -> dict[str, float]:
     """Read the metrics of a line; null becomes NaN again."""
     return {
+        # A larger integer could not be converted; it reads as NaN, like null.
         name: float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else math.nan
         for name, value in row.items()
         if not isinstance(value, dict)

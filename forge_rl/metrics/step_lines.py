@@ -1,4 +1,4 @@
-"""A file of JSON lines in step order, which is added to, amended and truncated at its end."""
+"""A file of JSON lines in step order, which changes only at its end: lines are appended, amended and dropped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Row = tuple[int, dict[str, object]]
 
 
 class StepLines:
-    """A file of JSON lines in step order, `{"step": 3, ...}`. No call but `check` and `rows` reads more than the lines
-    that it concerns, which are the file's last ones.
+    """A file of JSON lines in step order, `{"step": 3, ...}`. All calls but `check` and `rows` read only the last lines
+    that they need.
 
         lines = StepLines(folder / "metrics.jsonl")
         lines.check(3)
@@ -41,10 +41,11 @@ class StepLines:
         """Step of a rollback that failed."""
 
     def check(self, step: int) -> None:
-        """Check that all lines up to a step are whole, but for the last one, which a crash can have torn."""
+        """Check that all lines up to a step are whole, except for the last one, which a crash can have torn."""
         self._finish_amendment()
         torn: tuple[int, bytes] | None = None
         for number, line in enumerate(self._lines(), 1):
+            # A crash can only tear the last line; before another one, it is damage.
             if torn is not None:
                 raise CheckpointError(
                     f"line {torn[0]} of {self._path} is not a step: {torn[1][:60]!r}",
@@ -58,9 +59,11 @@ class StepLines:
 
     def rollback(self, step: int) -> None:
         """Drop the lines after a step. If the file cannot be read, the next row does this first."""
+        # Due until the file has been cut: if that fails, the next row does it first.
         self._due, end, last = step, 0, -1
         with reading(self._path):
             size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
+        # Backwards, so that this takes as long as the lines to drop, however long the file is.
         for place, line in self._backwards(size):
             row = _decode(line)
             if row is not None and row[0] <= step:
@@ -94,14 +97,17 @@ class StepLines:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
         self._catch_up()
         assert self._end is not None, "the sink was not started"
+        # Finds the step's line, or the place where it belongs.
         start, old_values, later_lines = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
             row = _decode(line)
             if row is not None and row[0] <= step:
                 start, old_values = (place, row[1]) if row[0] == step else (place + len(line), {})
                 break
+            # Written again behind the amended line.
             later_lines.append(line)
         tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
+        # First the journal, then the file: if the process dies in between, `check` completes the amendment.
         with writing(self._path):
             self._journal.write_bytes(b"%d %d %d\n" % (start, self._end, len(tail)) + tail)
         self._finish_amendment()
@@ -117,11 +123,13 @@ class StepLines:
             size = self._path.stat().st_size if self._path.is_file() else 0
             if len(numbers) == 3 and numbers[2] == len(tail):
                 start, end = numbers[0], numbers[0] + len(tail)
+                # The size of a file that the journal still fits: not cut yet, or cut and partly written.
                 if start <= size <= max(end, numbers[1]):
                     with self._path.open("r+b" if size else "w+b") as file:
                         file.seek(start)
                         file.write(tail)
                         file.truncate(end)
+            # Even a torn one: its amendment has not begun.
             self._journal.unlink()
 
     def _lines(self) -> Iterator[bytes]:
@@ -143,6 +151,7 @@ class StepLines:
                     file.seek(end - size)
                     lines = (file.read(size) + tail).splitlines(keepends=True)
                     end -= size
+                    # The first line of a block may begin in the block before.
                     tail = lines.pop(0) if end else b""
                     size = _BLOCK_BYTES + len(tail)  # a long line is read in few pieces
                     place = end + len(tail) + sum(map(len, lines))

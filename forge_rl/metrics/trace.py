@@ -59,6 +59,7 @@ class Trace:
             self._bytes = self._resume() if is_there(path) else 0
             # The buffer holds more than arrives between two flushes, so that no partial line is written.
             self._file = open(path, "ab", buffering=1 << 22)  # noqa: SIM115 (closed by close)
+            # Drops what `_resume` does not keep: the closing bracket and a torn line.
             self._file.truncate(self._bytes)
         self._full = self._bytes > most_bytes - _RESERVE_BYTES
         self._origin_s = self._flushed_s = clock()
@@ -129,8 +130,9 @@ class Trace:
             self._bytes += self._file.write(data)
 
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
-        """Encode events as lines; the first ones of a lane after those that name and order it and its service."""
+        """Encode events as lines; a lane's first events follow lines that name and order the lane and its service."""
         service, _, replica = lane.partition("/")
+        # A number from the name, by a checksum that is the same in every process, unlike `hash`.
         order = (
             _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + zlib.crc32(service.encode()) % _PIDS
         )
@@ -149,6 +151,7 @@ class Trace:
         self._named.add(lane)
         rows = [*({"ph": "M", "name": name, "args": args} for name, args in names.items()), *events]
         lines = (json.dumps(row | ids, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
+        # A comma before each line but the first, so that the file is an array that lacks only its bracket.
         return (b",\n" if self._bytes > len(_BEGIN) else b"") + ",\n".join(lines).encode("utf-8", "replace")
 
     def _resume(self) -> int:
@@ -169,12 +172,14 @@ class Trace:
                 except (ValueError, RecursionError):
                     break
                 match event:
+                    # Lines that name lanes have no time.
                     case {"ph": "M"}:
                         pass
                     case {"ph": str(), "ts": int(begin)} if isinstance(duration := event.get("dur", 0), int):
                         self._start_us = max(self._start_us, begin + duration)
                     case _:
                         is_trace = False
+                # Kept up to the event's end, without its comma: the next event brings one.
                 keep, offset = offset + len(text), offset + len(line)
         if not is_trace:
             raise CheckpointError(

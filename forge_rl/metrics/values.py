@@ -57,6 +57,7 @@ class Histogram:
         if not self.counts:
             return [], []
         low, high = min(self.counts), max(self.counts)
+        # The smallest width with which at most `max_bins` bins reach from low to high.
         width = (high - low) // max_bins + 1
         counts = [0] * ((high - low) // width + 1)
         for value, count in self.counts.items():
@@ -91,6 +92,7 @@ class ExplainedVariance:
         """The share; NaN if the targets are equal, or there are none."""
         if not self.count:
             return math.nan
+        # n Var(target), from the sums of the values and of their squares; below, n Var(target - prediction). n cancels.
         spread = self.squares - self.targets**2 / self.count
         if spread <= 1e-9 * self.squares:  # equal but for rounding
             return math.nan
@@ -99,7 +101,7 @@ class ExplainedVariance:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The 99th percentile of exp(x), for distances x of at least 0, within 14%; from counts in geometric bins."""
+    """The 99th percentile of exp(x), for distances x of at least 0, x within 14%; from counts in geometric bins."""
 
     BINS: ClassVar[int] = 128
     LEAST: ClassVar[float] = 1e-6
@@ -110,7 +112,7 @@ class Tail:
 
     @property
     def percentile(self) -> float:
-        """exp of the upper end of the bin that holds the 99th percentile; NaN of nothing."""
+        """exp of the upper end of the bin that holds the 99th percentile; NaN if nothing was counted."""
         threshold, num_seen = 0.99 * sum(self.counts), 0.0
         for number, count in enumerate(self.counts):
             num_seen += count
@@ -145,6 +147,7 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
                 case Tail(a), Tail(b):
                     merged[name] = Tail(tuple(x + y for x, y in zip(a, b, strict=True)))
                 case Max(x), Max(y):
+                    # `x != x` is true of NaN alone. A NaN y is taken too, as no comparison with it is true.
                     merged[name] = Max(x if x != x or x > y else y)
                 case earlier, _:
                     raise AssertionError(f"metric {name!r} has values of two kinds: {earlier} and {value}")
@@ -177,8 +180,10 @@ def lag_histogram(batch: Batch) -> Histogram:
         for turn in episode.turns:
             versions = turn.versions
             if len(versions):  # equal versions come in runs
+                # Starts of the runs after the first; the loop below is over runs, not over tokens.
                 cuts = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
                 for begin, end in zip([0, *cuts], [*cuts, len(versions)], strict=True):
                     tokens_by_version[int(versions[begin])] += end - begin
+    # A negative version marks given tokens, which no model sampled.
     sampled = sorted((version for version in tokens_by_version if version >= 0), reverse=True)
     return Histogram({batch.version - version: tokens_by_version[version] for version in sampled})

@@ -38,6 +38,7 @@ def read_vocabulary(folder: Path) -> list[bytes]:
             return []
         file = pq.ParquetFile(path)
         groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+        # The footer gives the sizes, so that a huge file is refused before anything is decompressed.
         if file.metadata.num_rows > _MOST_TOKENS or sum(group.total_byte_size for group in groups) > _MOST_BYTES:
             return []
         table = file.read(columns=["bytes"])
@@ -56,6 +57,7 @@ def texts_of(ids: Sequence[int], pieces: Sequence[bytes]) -> list[str]:
 
     decoder, texts = getincrementaldecoder("utf-8")("replace"), list[str]()
     for token in ids:
+        # A token without a known piece is shown by its id.
         piece = pieces[token] if 0 <= token < len(pieces) and pieces[token] is not None else f"[{token}]".encode()
         texts.append(decoder.decode(piece))
     if texts:

@@ -31,7 +31,8 @@ class ServiceActor(Actor):
     """
 
     MODULES: ClassVar[Sequence[str]] = ()
-    """Modules that a process of this host has imported, which forks the actor's; none: it is executed."""
+    """Modules that a process of this host has already imported, which then forks the actor's process; if empty, the
+    actor's process is executed."""
 
     @concurrent_endpoint
     async def process_id(self) -> int:

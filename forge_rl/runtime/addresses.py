@@ -78,6 +78,7 @@ def meeting_address(networks: Sequence[HostNetwork], *, may_be_public: bool = Fa
             any(candidate.network == address.network for candidate in network.addresses) for network in other_networks
         )
 
+    # False sorts first: private addresses, then those in a network of all hosts, then IPv4.
     best = min(
         first_network.addresses,
         key=lambda address: (address.public, not is_shared(address), ":" in address.ip),
@@ -125,10 +126,12 @@ def _addresses(*, inner: bool = False) -> Iterator[Address]:
         for addr in interface_addresses:
             if name not in up_interfaces or addr.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
+            # psutil appends the interface to link-local IPv6 addresses: "fe80::1%eth0".
             ip = addr.address.partition("%")[0]
             ip_address = ipaddress.ip_address(ip)
             if ip_address.is_loopback or ip_address.is_link_local or (_INNER.match(name) and not inner):
                 continue
+            # An address without a netmask is a network of its own.
             mask = int(ipaddress.ip_address(addr.netmask)) if addr.netmask else (1 << ip_address.max_prefixlen) - 1
             yield Address(interface=name, ip=ip, prefix=mask.bit_count())
 
@@ -151,6 +154,7 @@ def own_address(hosts: Sequence[str], interface: str = "", *, may_be_public: boo
     addresses = _of_interface(interface) if interface else _towards(hosts)
     if not hosts and not interface:
         return LOOPBACK
+    # Private before public, and loopback only if nothing else is private.
     addresses.sort(key=lambda address: (address.is_global, address.is_loopback))
     if not addresses:
         problem = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(hosts)}"
@@ -186,6 +190,7 @@ def _towards(hosts: Sequence[str]) -> list[ipaddress.IPv4Address | ipaddress.IPv
     for host in hosts:
         with contextlib.suppress(OSError, ValueError):  # the name is unknown, or its address out of reach
             for family, _, _, _, sockaddr in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+                # Connecting a UDP socket makes the kernel choose a route and source address, without sending a packet.
                 with contextlib.suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                     probe.connect(sockaddr)
                     addresses.append(ipaddress.ip_address(probe.getsockname()[0]))

@@ -45,7 +45,7 @@ THIS_HOST = "local"
 _FORK_PATIENCE_S = "15"
 """Seconds for which a process waits for its fork server, less than the 30 s for which Monarch waits for the process."""
 _OTHER_HOSTS: Mapping[str, Any] = {"mesh_orphan_timeout": "60s"}
-"""Settings of Monarch once there are other hosts, whose own settings are not sufficient."""
+"""Monarch settings that this process needs once there are other hosts; those hosts' own settings do not suffice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Cluster:
         self.leaving: set[str] = set()
         """Hosts that are about to go: nothing new is placed there."""
         self.awaited: set[str] = set()
-        """Hosts that are gone, and in whose place the run has asked for others that have not joined yet."""
+        """Lost hosts for which the run has requested replacements that have not joined yet."""
         self._changed = asyncio.Event()
         self.on_lost = Listeners[[str, str]]()
         """Called with the name of a host that is gone, and the cause."""
@@ -165,8 +165,9 @@ class Cluster:
             self.on_lost.tell(host, cause)
 
     def tell_change(self) -> None:
-        """Wake those who wait for a `change`, which they look for themselves."""
+        """Wake everyone who waits for a `change`; they check for themselves what has changed."""
         self._changed.set()
+        # The event that was set wakes those who wait now; later ones wait for the next change.
         self._changed = asyncio.Event()
 
     async def change(self) -> None:
@@ -174,7 +175,7 @@ class Cluster:
         await self._changed.wait()
 
     async def is_lost(self, host: str, *, within_s: float) -> bool:
-        """Wait for some seconds until a host is known to be gone for good; returns whether it is."""
+        """Wait up to `within_s` seconds for a host to be known as lost; return whether it is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while host not in self.lost_hosts:
@@ -231,6 +232,7 @@ class Cluster:
                 )
             self._checked = True
             if not self.shares_files(host):
+                # Expected before the processes start, so that their first output is fetched too.
                 self._gathered.expect(host, log.name)
             procs = host_mesh.spawn_procs(
                 per_host={"ranks": ranks},
@@ -239,6 +241,7 @@ class Cluster:
                     str(log),
                     tuple(imports),
                     tuple(sys.path),
+                    # An argument of the bootstrap, not a variable, as /proc shows a process's initial environment.
                     kept_back() if secrets else {},
                     "" if self.shares_files(host) else self._gathered.name,
                 ),
@@ -265,12 +268,13 @@ class Cluster:
         if mesh is None or mesh.host in self.lost_hosts:
             return
         task = asyncio.ensure_future(mesh.procs.stop())
-        await asyncio.wait([task], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
+        await asyncio.wait([task], timeout=deadline_s)  # unlike `await`, raises neither its error nor its cancellation
         if not task.cancel() and not task.cancelled():
-            task.exception()  # not logged
+            task.exception()  # marks it as seen, so that asyncio does not log it
 
     async def close(self) -> None:
         """Stop all meshes."""
+        # Watchers end first: they fetch the last output through their agents, which are meshes too.
         await asyncio.gather(*(watcher.close() for watcher in self._watchers.values()))
         await asyncio.gather(*map(self.stop, list(self._meshes)))
 
@@ -292,16 +296,18 @@ def _forked(
     if host == THIS_HOST:
         start_server(variable, {name: value for name, value in environment.items() if value is not None}, os.getpid())
     command = command.with_env({FORK_SERVER: variable, PATIENCE: _FORK_PATIENCE_S})
+    # Monarch starts the client as it would start Python; the client has a server fork the program.
     command.args = ["-m", "forge_rl.runtime.fork_client", *command.args]
     return command
 
 
 def _fork_modules(env: Mapping[str, str]) -> str:
-    """Return the modules with which a process with additional variables is forked; "" if it is executed."""
+    """Return the modules that a fork server imports for a process with these variables; "" if it is executed."""
     return "" if value_of(NO_FORK) else env.get(FORK_MODULES, "")
 
 
 @functools.cache
+# Makes the names of this run's fork servers unguessable.
 def _fork_key() -> str:
     return random_secrets.token_hex(16)
 

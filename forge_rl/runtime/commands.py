@@ -101,6 +101,7 @@ async def run_command(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
+        # At once, as a pipe that is full or not read would block the command.
         async with TaskGroup() as group:
             group.create_task(_feed(process.stdin, stdin))
             output = group.create_task(_tail(process.stdout))
@@ -113,6 +114,7 @@ async def run_command(
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Have the supervisor kill everything it watches; no effect if it has exited."""
+    # SIGTERM asks the supervisor to kill what it watches; SIGKILL is for a supervisor that does not exit.
     for end in (process.terminate, process.kill):
         with contextlib.suppress(ProcessLookupError):
             end()

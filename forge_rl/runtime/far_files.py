@@ -28,7 +28,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRequest:
-    """An operation on one file of the folder that the controller has opened to a process."""
+    """An operation on one file of the folder that the controller has opened to another process."""
 
     action: Literal["size", "read", "write", "rename", "mkdir"]
     name: str
@@ -76,6 +76,7 @@ class FolderServer:
                     with self._opened(request.name, os.O_WRONLY | new) as fd:
                         num_written = 0
                         while num_written < len(request.data):
+                            # One call may write less than it is given.
                             num_written += os.pwrite(fd, request.data[num_written:], request.offset + num_written)
                     return None
                 case "rename":
@@ -90,6 +91,8 @@ class FolderServer:
     @contextlib.contextmanager
     def _opened(self, name: str, flags: int) -> Iterator[int]:
         """Open a regular file."""
+        # O_NONBLOCK: opening a FIFO would otherwise block until somebody writes. A link is followed only in a folder
+        # that the other process cannot change.
         flags |= os.O_NONBLOCK | (0 if self._read_only else os.O_NOFOLLOW)
         fd = os.open(self._path(name), flags, 0o666)
         try:
@@ -105,6 +108,7 @@ class FolderServer:
         if not inner.name or inner.is_absolute() or ".." in inner.parts or "\0" in name:
             raise PermissionError(errno.EPERM, "not a file of the folder")
         path = self._folder / inner
+        # The file itself may not exist yet, but a link in the path of its folder could lead out.
         if path.parent.resolve() != path.parent:
             raise PermissionError(errno.EPERM, "a link leads to it")
         return path
@@ -137,6 +141,7 @@ class FileDesk:
         """
         assert self._loop is not None, "open comes first"
         future: Future[Answer] = Future()
+        # Only the loop's own thread may touch an asyncio queue.
         self._loop.call_soon_threadsafe(self._requests.put_nowait, (request, future))
         answer = future.result()
         if isinstance(answer, OSError):
@@ -145,6 +150,7 @@ class FileDesk:
 
     async def exchange(self, answer: Answer) -> FileRequest | None:
         """Take the answer to the last request, and return the next one; None once closed."""
+        # One round trip both brings an answer and takes the next request.
         if self._unanswered is not None:
             self._unanswered.set_result(answer)
             self._unanswered = None
@@ -154,7 +160,7 @@ class FileDesk:
         return request
 
     def close(self) -> None:
-        """Let `exchange` return None; called by the thread that has finished to load or save."""
+        """Make `exchange` return None; called by the thread that has finished loading or saving."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
             self._loop = None
@@ -224,6 +230,7 @@ def filled(folder: Folder) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary_folder:
         yield Path(temporary_folder)
+        # Sorted, so that a folder comes before what is in it.
         for path in sorted(Path(temporary_folder).rglob("*")):
             name = path.relative_to(temporary_folder).as_posix()
             if path.is_dir():

@@ -106,6 +106,7 @@ class Faults:
         """Return the oldest call in flight and the number of calls in flight; None if there is none."""
         if not self._calls:
             return None
+        # A dict keeps the order of insertion, so the first call is the oldest.
         return CallInFlight(*next(iter(self._calls.values()))), len(self._calls)
 
     @contextlib.contextmanager
@@ -118,6 +119,7 @@ class Faults:
 
         async def expire() -> None:
             remaining_s, held_s = seconds, self.hold.seconds
+            # Each round sleeps for as long as the run was paused during the previous sleep.
             while remaining_s > 0:
                 await asyncio.sleep(remaining_s)
                 await self.hold.released()
@@ -200,12 +202,14 @@ class Faults:
         """Print and record a listener's exception, so that its caller can continue."""
         print(shortened("".join(traceback.format_exception(error)), TRACE_LETTERS), end="", file=sys.stderr)
         cause = shortened(f"a listener failed: {type(error).__name__}: {error}").splitlines()[0]
+        # A listener that fails at every event is recorded once.
         if not any(fault.cause == cause for fault in self.seen):
             self._add("controller", None, cause, fatal=False)
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Handle Monarch's failure report, in one of Monarch's threads."""
         text = str(failure)
+        # Monarch appends a suffix to the name under which the actors were spawned.
         match = re.search(r"mesh_name=([\w-]+)", text)
         action = self._actions.get(match[1].rsplit("-", 1)[0]) if match else None
         if action is not None and self._loop is not None and not self._loop.is_closed():

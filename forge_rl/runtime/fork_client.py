@@ -37,10 +37,10 @@ FORK_MODULES = "FORGE_RL_FORK_MODULES"
 FORK_SERVER = "FORGE_RL_FORK_SERVER"
 """Environment variable of a program that a fork server runs: name of the server, and the modules that it imports."""
 PATIENCE = "FORGE_RL_FORK_PATIENCE_S"
-"""Environment variable with the seconds for which a program waits for the imports of its server; then it does without
-it. Unset for as long as it takes."""
+"""Environment variable: seconds for which a program waits for the imports of its server, and is then executed; no
+limit if unset."""
 NO_FORK = "FORGE_RL_NO_FORK"
-"""Environment variable of the user's with which every program is executed, and no fork server started."""
+"""Environment variable with which the user has every program executed; no fork server is started."""
 FAILURE = "FORGE_RL_FORK_FAILURE"
 """Environment variable of a program that no fork server runs: why not."""
 MARK_ROOM = 512
@@ -64,6 +64,7 @@ def server_variable(key: str, environment: Mapping[str, str | None], modules: st
         modules: as in FORK_MODULES.
     """
     variables = sorted((name, value) for name, value in environment.items() if not name.startswith(_OF_ONE_PROCESS))
+    # The key makes the name unguessable, and separates the servers of concurrent runs.
     name = hashlib.sha256(repr((key, variables, modules)).encode()).hexdigest()[:32]
     return f"forge_rl-{name}:{modules}"
 
@@ -78,6 +79,7 @@ def start_server(variable: str, environment: Mapping[str, str], owner: int) -> N
     # OpenBLAS would start threads on import; titles of processes must leave their marks in /proc alone.
     defaults = {"OPENBLAS_NUM_THREADS": "1", "SPT_NOENV": "1"}
     subprocess.Popen(
+        # Its output goes nowhere: programs have their own descriptors, and each requester hears of failed imports.
         [sys.executable, "-m", "forge_rl.runtime.fork_server", name, str(owner), *modules.split(",")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -110,6 +112,7 @@ async def await_server(variable: str, deadline_s: float) -> None:
 
 def main(words: Sequence[str]) -> NoReturn:
     """Run a program, given as Python's arguments, in a process forked by the server of this environment."""
+    # Opened before anything else: a descriptor still refers to the parent after its PID has been reused.
     parent_fd = os.pidfd_open(os.getppid())
     environment = dict(os.environ)
     program = Program.here(words, environment)
@@ -129,6 +132,7 @@ def main(words: Sequence[str]) -> NoReturn:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     poll.register(parent_fd, select.POLLIN)
+    # Exiting closes the connection, upon which the keeper ends the program.
     if parent_fd in dict(poll.poll()):
         os._exit(1)
     try:
@@ -141,7 +145,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def _server(variable: str, environment: Mapping[str, str]) -> socket.socket:
-    """Connect to the server, which is started if there is none."""
+    """Connect to the server; start it first if necessary."""
     name = variable.partition(":")[0]
     until = time.monotonic() + _BOUND_S
     start_server(variable, environment, os.getppid())
@@ -167,10 +171,10 @@ def _connect(name: str) -> socket.socket:
 
 
 def _wait(connection: socket.socket, parent_fd: int, patience_s: float) -> None:
-    """Wait for an answer, as long as the server is not stopped.
+    """Wait for an answer unless the server is stopped.
 
     Raises:
-        TimeoutError: it is, or has not answered in time.
+        TimeoutError: the server is stopped, or has not answered in time.
     """
     until = time.monotonic() + patience_s
     server = peer(connection)[0]
@@ -180,6 +184,7 @@ def _wait(connection: socket.socket, parent_fd: int, patience_s: float) -> None:
     stopped_looks = 0
     while not (events := dict(poll.poll(_LOOK_S * 1000))):
         with contextlib.suppress(OSError):
+            # A stopped server still appears to accept connections, since the kernel does that.
             state = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[0]
             stopped_looks = stopped_looks + 1 if state in ("T", "t") else 0
         if stopped_looks == _STOPPED_LOOKS:
@@ -191,7 +196,7 @@ def _wait(connection: socket.socket, parent_fd: int, patience_s: float) -> None:
 
 
 def _execute(program: Program, failure: str) -> NoReturn:
-    """Become a program, which learns why it is not forked."""
+    """Become the program, which learns from FAILURE why it is not forked."""
     for number in STOP_SIGNALS:
         if number not in program.ignored:
             signal.signal(number, signal.SIG_DFL)
@@ -200,11 +205,13 @@ def _execute(program: Program, failure: str) -> NoReturn:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End with a status or, if it is negative, by that signal."""
+    """Exit with a status, or by a signal if the status is negative."""
     if status < 0:
+        # The crash was the program's; this process must not dump core for it.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no other handler
             signal.signal(-status, signal.SIG_DFL)
+        # A blocked signal would stay pending, and the process would exit with a status instead.
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.kill(os.getpid(), -status)
     os._exit(status & 0xFF)

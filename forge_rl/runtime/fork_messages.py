@@ -1,4 +1,4 @@
-"""What a fork server is asked and answers: messages on a Unix socket, with the descriptors that a program gets."""
+"""Messages between a fork server and its clients: programs with their file descriptors, and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ForkRefusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A Python program to run in a forked process, as an executed one would be found."""
+    """A Python program to run in a forked process, with the state that it would inherit if it were executed."""
 
     words: Sequence[str]
     """Arguments of Python: `-m MODULE ...` or `-c CODE ...`, options of Python before them."""
@@ -43,6 +43,7 @@ class Program:
     @classmethod
     def here(cls, words: Sequence[str], environment: Mapping[str, str]) -> Program:
         """Describe a program that this thread would execute now."""
+        # Python can read the umask only by setting it; /proc shows it.
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         ignored_bits = int(status["SigIgn"], 16)
         return cls(
@@ -57,15 +58,16 @@ class Program:
 
 
 def send_program(connection: socket.socket, program: Program, fds: Mapping[int, int]) -> None:
-    """Send a program with its descriptors: this process's by the number that the program gets them under."""
+    """Send a program with file descriptors, mapping the program's numbers to this process's descriptors."""
     body = json.dumps({**asdict(program), "fds": list(fds)}).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds.values()))]
+    # The descriptors travel with the header, as the receiver takes them with the first bytes that it reads.
     connection.sendmsg([_HEADER.pack(len(body))], rights)
     connection.sendall(body)
 
 
 def receive_program(connection: socket.socket) -> tuple[Program, dict[int, int]]:
-    """Receive what `send_program` sent, the descriptors as this process now has them.
+    """Receive a program, and this process's descriptors by the numbers under which the program gets them.
 
     Raises:
         EOFError: the other side is gone.
@@ -86,6 +88,7 @@ def receive_program(connection: socket.socket) -> tuple[Program, dict[int, int]]
         raise ValueError(f"a message of {length} bytes")
     fields = json.loads(_receive(connection, length))
     numbers = fields.pop("fds")
+    # The kernel drops descriptors for which the receiver has no room.
     if len(numbers) != len(received_fds):
         raise ValueError(f"{len(received_fds)} descriptors came, not {len(numbers)}")
     return Program(**fields), dict(zip(numbers, received_fds, strict=True))
@@ -102,7 +105,7 @@ def receive_number(connection: socket.socket, name: str) -> int:
 
     Raises:
         EOFError: the other side is gone.
-        Refusal: the program is not started.
+        ForkRefusal: the program is not started.
     """
     (length,) = _HEADER.unpack(_receive(connection, _HEADER.size))
     fields = json.loads(_receive(connection, min(length, _MOST_BYTES)))

@@ -1,11 +1,11 @@
-"""A process that has imported what engines need, and forks each of their processes: none imports it again.
+"""A process that imports what engines need, then forks each engine process, so that none repeats the imports.
 
 python -m forge_rl.runtime.fork_server NAME OWNER MODULE...
 
-NAME is an abstract socket's, which leaves no file behind; only processes of the same user are served. The server
-has no other thread and no context on a device, or it refuses everything. It ends with the process OWNER, and once
-nothing that it forked has run for five minutes. Each program runs below a keeper, a forked process that ends it once
-the one who asked is gone, so that programs outlive the server.
+NAME is the name of an abstract socket, which leaves no file behind; only processes of the same user are served. The
+server refuses every request if its imports have started threads or opened a GPU. It ends with the process OWNER, or
+once nothing that it forked has run for five minutes. Each program runs below a keeper, a forked process that ends it
+once the requester is gone, so that programs outlive the server.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IDLE_S = 300.0
 _LOOK_S = 1.0
 _NURSERY_S = 30.0
 _MOST_WAITING = 4096
-"""Requests that may wait for the imports: who asks would wait for room as well, the controller too."""
+"""Requests that may wait for the imports. With no room left, the requester would block too, the controller included."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED."""
@@ -65,6 +65,7 @@ def main(name: str, owner: int, modules: Sequence[str]) -> None:
     sys.stdout, sys.stderr = lasting(1), lasting(2)  # loggers that are made on import hold them
     refusal = _import_all(modules)
     _set_title("forge_rl: fork server")
+    # Frozen objects are left out of collections, which would write to, and so copy, pages that all forks share.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -83,15 +84,17 @@ def main(name: str, owner: int, modules: Sequence[str]) -> None:
         if listener.fileno() not in events:
             continue
         connection, _ = listener.accept()
+        # Any user can connect to an abstract socket; the kernel says who it is.
         if peer(connection)[1] != os.geteuid():
             connection.close()
             continue
         try:
             pid = os.fork()
-        except OSError:  # no memory, or too many processes: who asked executes the program
+        except OSError:  # no memory, or too many processes: the requester executes the program itself
             connection.close()
             continue
         if pid == 0:
+            # An inherited listener would keep the name bound after the server's end, and no other server could start.
             listener.close()
             os.close(owner_fd)
             _keep(connection, refusal)
@@ -107,6 +110,7 @@ def _import_all(modules: Sequence[str]) -> str:
             importlib.import_module(module)
     except Exception as error:  # whatever it is, engines show it when they import the same
         return f"{type(error).__name__}: {error}".splitlines()[0]
+    # A fork copies only the calling thread: locks that other threads hold would stay locked in the child forever.
     threads = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     if len(threads) > 1:
         return f"imports have started threads: {', '.join(threads[1:])}"
@@ -117,6 +121,7 @@ def _has_opened_gpu() -> bool:
     if "libcuda.so" not in Path("/proc/self/maps").read_text():
         return False
     context = ctypes.c_void_p()
+    # CUDA cannot be used in a fork of a process that has initialized it. This query does not initialize it itself.
     return bool(ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) != _NOT_INITIALIZED)
 
 
@@ -126,7 +131,7 @@ def _keep(connection: socket.socket, refusal: str) -> None:
         program, fds = receive_program(connection)
     except (EOFError, OSError, ValueError, TypeError, KeyError):
         os._exit(1)
-    if _is_closed(connection):  # who asked has executed the program meanwhile
+    if _is_closed(connection):  # the requester has executed the program meanwhile
         os._exit(0)
     if refusal:
         send_answer(connection, refusal=refusal)
@@ -135,12 +140,14 @@ def _keep(connection: socket.socket, refusal: str) -> None:
     pid = os.fork()
     if pid == 0:
         connection.close()
+        # The program must not outlive its keeper; if that has ended before this call, no signal comes.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:
             os._exit(1)
         _become(program, fds, has_nursery=True)
         return
     _set_title("forge_rl: keeper of a forked process")
+    # A copy held here would keep pipes open after the program's end, and their readers waiting.
     for fd in {0, 1, 2, *fds.values()}:
         os.close(fd)
     end_fd = os.pidfd_open(pid)
@@ -151,8 +158,9 @@ def _keep(connection: socket.socket, refusal: str) -> None:
     with contextlib.suppress(OSError):
         send_answer(connection, pid=pid)
         has_ended = end_fd in dict(poll.poll())
-    if not has_ended:  # the one who asked is gone
+    if not has_ended:  # the requester is gone
         os.kill(pid, signal.SIGKILL)
+    # A closed connection is always ready, so that this would not wait for the program.
     poll.unregister(connection)
     poll.poll()
     # It is reaped last: until then, its exit status can be read by others.
@@ -179,6 +187,7 @@ def _is_closed(connection: socket.socket) -> bool:
 def _become(program: Program, fds: Mapping[int, int], *, has_nursery: bool) -> None:
     """Run a program in this process, which has just been forked, as Python would if it was executed."""
     _set_fds(fds)
+    # What executing the program would have set: environment, folder, umask, priority and signals.
     os.environ.clear()
     os.environ.update(program.environment)
     _show_mark(program.environment.get(MARK, ""))
@@ -222,12 +231,14 @@ def _set_fds(fds: Mapping[int, int]) -> None:
 def _show_mark(mark: str) -> None:
     """Show a process's mark in /proc, in the room of the server's own: /proc has the environment with which a program
     was executed, and marks are looked up there."""
+    # Fields 50 and 51 of proc(5), env_start and env_end; the split leaves out the first two fields.
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     variable = f"{MARK}=".encode()
     entries = ctypes.string_at(start, end - start).split(b"\0")
     address = start
     for entry in entries:
         if entry.startswith(variable) and len(entry) > len(variable) + len(mark) + 2:
+            # Readers split at NUL bytes, so the rest of the room becomes a variable of its own.
             entry_text = variable + mark.encode() + b"\0_="
             ctypes.memmove(address, entry_text.ljust(len(entry), b"x"), len(entry))
             return
@@ -235,10 +246,10 @@ def _show_mark(mark: str) -> None:
 
 
 def _open_nursery() -> None:
-    """Have this process's `multiprocessing` start children by forking a copy of it that has no threads.
+    """Make this process's `multiprocessing` fork its children from a copy of the process that has no threads.
 
-    Later this process has threads, whose locks a fork would leave locked. Children are its own, as executed ones would
-    be. Where forking fails, they are executed, and stderr says why.
+    Later this process has threads, whose locks would stay locked in a fork. The children are its own, as executed ones
+    would be. Where forking fails, they are executed, and stderr says why.
     """
     import multiprocessing.util as multiprocessing_util
 
@@ -282,6 +293,7 @@ def _end(child: int) -> None:
 
 def _fork_by(nursery: socket.socket, program: Program, fds: Mapping[int, int]) -> int:
     """Have the nursery fork a child of this process; return its process id."""
+    # Such libraries are loaded only when a program is executed; a fork has them only if this process does.
     maps = Path("/proc/self/maps").read_text()
     for library in program.environment.get("LD_PRELOAD", "").replace(":", " ").split():
         if os.path.realpath(library) not in maps:
@@ -305,6 +317,7 @@ def _nurse(connection: socket.socket) -> None:
             os._exit(0)
         read_fd, write_fd = os.pipe()
         middle = os.fork()
+        # The middle process ends at once, which orphans the program and so makes the requester its parent.
         if middle == 0:
             pid = os.fork()
             if pid == 0:
@@ -315,6 +328,7 @@ def _nurse(connection: socket.socket) -> None:
                 return
             os.write(write_fd, str(pid).encode())
             os._exit(0)
+        # Without this copy, the read below returns nothing, rather than blocking, if no process reports a PID.
         os.close(write_fd)
         for fd in fds.values():
             os.close(fd)
@@ -328,7 +342,7 @@ def _nurse(connection: socket.socket) -> None:
 
 
 def _set_title(title: str) -> None:
-    """Set what `ps` shows, if setproctitle is installed, which vLLM uses; it must first be called in the server."""
+    """Set what `ps` shows, if setproctitle is installed, as vLLM has it; the first call must be the server's."""
     with contextlib.suppress(ImportError):
         importlib.import_module("setproctitle").setproctitle(title)
 

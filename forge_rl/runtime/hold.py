@@ -1,4 +1,4 @@
-"""A run's pause on request: what waits for its end, and how long it has lasted."""
+"""Pauses of a run on request: waiting for their end, and how long they last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge_rl.system.listeners import Listeners
 
 
 class Hold:
-    """Says whether the run is paused, and for how many seconds it has been in all.
+    """Tracks whether the run is paused, and for how many seconds in total.
 
         hold.pause()
         await hold.released()  # returns after hold.resume()
@@ -40,7 +40,7 @@ class Hold:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds since the present pause began; 0 if there is none."""
+        """Seconds since the current pause began; 0 if there is none."""
         return 0.0 if self._since is None else self._clock() - self._since
 
     def pause(self) -> None:
@@ -58,5 +58,5 @@ class Hold:
             self.listeners.tell()
 
     async def released(self) -> None:
-        """Wait until it is not paused."""
+        """Wait until the run is not paused."""
         await self._released.wait()

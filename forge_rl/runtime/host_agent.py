@@ -65,6 +65,7 @@ class HostAgent(Actor):
         self._watched[mark] = _ProcessWatch(tree=tree, descendants=descendants)
         for pid in pids:
             try:
+                # Since the replica's answer, the process may have ended and its PID may have been reused.
                 if not is_marked(pid, self._variable, mark):
                     raise ProcessLookupError(f"process {pid} is another one by now")
                 tree.watch(pid, functools.partial(self._note, mark, pid))

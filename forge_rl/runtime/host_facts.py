@@ -117,6 +117,7 @@ def _devices() -> tuple[tuple[str, ...], str, str]:
     """Return the GPUs, their driver's version, and why they could not be listed."""
     if shutil.which(_QUERY[0]) is None:
         return (), "", ""
+    # A failure to list GPUs is a fact about the host, not an error of this process.
     try:
         result = subprocess.run(_QUERY, capture_output=True, text=True, errors="replace", timeout=_QUERY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -140,6 +141,7 @@ def write_rate(folder: Path, size: int) -> float:
         with path.open("xb", buffering=0) as file:
             for _ in range(max(1, size >> 20)):
                 file.write(block)
+            # Without fsync, this would measure the page cache.
             os.fsync(file.fileno())
         return max(1, size >> 20) * len(block) / (time.perf_counter() - began)
     finally:

@@ -19,7 +19,7 @@ def new_name() -> str:
 
 
 def own_logs(name: str) -> Path:
-    """Return the private folder of this host's logs; it is removed with the temporary folder that it is in."""
+    """Return the private folder of this host's logs, inside the temporary folder and removed with it."""
     folder = Path(tempfile.gettempdir(), name)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
@@ -48,7 +48,7 @@ def new_output(name: str, offsets: Mapping[str, int]) -> dict[str, bytes]:
 
 
 class GatheredLogs:
-    """Appends what other hosts print to logs of this one.
+    """Appends the output of other hosts' processes to logs on this host.
 
     Args:
         folder: folder of the logs.
@@ -66,10 +66,11 @@ class GatheredLogs:
         self._offsets.setdefault(host, {}).setdefault(log, 0)
 
     def take(self, host: str, output: Mapping[str, bytes]) -> dict[str, int]:
-        """Append a host's new output; returns the bytes taken so far of each log that is expected from there."""
+        """Append a host's new output; return the bytes taken so far from each log expected from that host."""
         offsets = self._offsets.get(host, {})
         for log in output.keys() & offsets.keys():
             with contextlib.suppress(OSError), open(self._folder / log, "ab", opener=open_log) as file:
                 file.write(output[log])  # a full disk costs the output, as it does on this host
+            # Counted even if the write failed, as the host would otherwise send the same bytes again forever.
             offsets[log] += len(output[log])
         return dict(offsets)

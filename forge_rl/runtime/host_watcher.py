@@ -26,14 +26,14 @@ _SILENT_LOOKS = 6
 """Looks, over 3 s, for which an agent may leave its report unanswered. Counts looks, not seconds, so that nobody is
 late when this process itself was stopped."""
 _SLACK = 2
-"""Factor over the slowest of an agent's last reports after which it may be silent, if that is more: a host without
-time for its agent is slow before it is silent."""
+"""Factor over the slowest of an agent's recent reports, up to which it may be silent if that is longer: a host short of
+CPU time is slow before it is silent."""
 _REMEMBERED = 20
 """Number of last reports."""
 _SILENT_LOOKS_OF_ALL = 40
 """Looks, over 20 s, if no other host answers either: more likely this process has no time, or lost its network."""
 _LATELY_S = 2.0
-"""Seconds in which a host answers at least once, unless it is as silent as the one in question."""
+"""Seconds within which a host that is not silent answers at least once."""
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
 _CALL_S = 10.0
@@ -94,7 +94,7 @@ class HostWatcher:
         self._agent: Any = None
         self._names = (f"agent-{host}-{number}" for number in itertools.count())
         self._mark = ""
-        """Name and mark of the current agent."""
+        """Name of the current agent, which is also its mark."""
         self._starting = asyncio.Lock()
         self._watched: dict[str, Watch] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -135,7 +135,7 @@ class HostWatcher:
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
     async def _take_output(self, *, deadline_s: float = _CALL_S) -> None:
-        """Take all that the host's processes have printed so far.
+        """Fetch everything that the host's processes have printed so far.
 
         Raises:
             ServiceError: the agent does not answer, or died.
@@ -144,6 +144,7 @@ class HostWatcher:
             return
         async with self._taking:
             output = dict[str, bytes]()
+            # An answer has a megabyte at most, so this asks until nothing new has been printed.
             while offsets := await asyncio.to_thread(self._logs.take, self._host, output):
                 if not (output := await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)):
                     return
@@ -191,6 +192,7 @@ class HostWatcher:
                 events = await self._report()
                 await self._take_output()  # first, as causes of death are read there
             except ServiceError as error:
+                # Events that this report lost come again: the next agent finds which processes have ended.
                 if not await self._replace(error.message):
                     return
                 continue
@@ -199,6 +201,7 @@ class HostWatcher:
 
     def _handle(self, event: Event) -> None:
         watch = self._watched.get(event.mark)
+        # Its tree has been killed on request in the meantime; such events mean nothing.
         if watch is None:
             return
         if event.pid:
@@ -212,9 +215,11 @@ class HostWatcher:
         Raises:
             ServiceError: it does not answer, or died.
         """
+        # Without a deadline in seconds: looks are counted instead, see _SILENT_LOOKS.
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         looks = 0
+        # Longer for a host that was slow lately; _SILENT_LOOKS_OF_ALL while no other host answers either.
         max_looks = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
         while looks < max_looks or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
             await asyncio.wait((answer,), timeout=_LOOK_S)
@@ -237,6 +242,7 @@ class HostWatcher:
 
     async def _replace(self, cause: str) -> bool:
         """Replace an agent that died or hangs, unless its whole host does; return whether the host lives."""
+        # Without a watched process nobody else can answer, so an agent that fails is simply replaced.
         if self._watched and not await self._answers():
             self._cluster.lose(self._host, cause)
             return False
@@ -248,6 +254,7 @@ class HostWatcher:
         else:
             self._cluster.lose(self._host, f"{cause}; another agent did not start {_MOST_RESTARTS} times")
             return False
+        # The old agent may only hang. Like every process with a mark, it is killed through the new one.
         await self.kill(old, wait_s=_CALL_S)
         await self._cluster.stop(old)
         for watch in list(self._watched.values()):

@@ -40,6 +40,7 @@ class RunningCalls:
     @types.coroutine
     def noting(self, number: int, work: Awaitable[Any]) -> Generator[Any, Any, Any]:
         """Await a call's work, recording its number while the loop runs its code but not while it waits."""
+        # Drives the awaitable step by step, as `await` would, to mark exactly the time in which its code runs.
         steps: Any = work.__await__()
         value, error = None, None
         while True:

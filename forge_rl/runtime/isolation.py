@@ -65,6 +65,7 @@ def check_isolation(isolation: Isolation) -> str:
 
 def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
     """Return the names of other users with processes on this machine, without system users."""
+    # User ids of people, unless /etc/login.defs says otherwise.
     bounds = {"UID_MIN": 1000, "UID_MAX": 60000}
     if definitions.is_file():
         matches = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
@@ -84,6 +85,7 @@ def public_ports(process: psutil.Process, *, with_hosts: bool = False) -> list[s
 
     def is_public(text: str) -> bool:
         address = ipaddress.ip_address(text.partition("%")[0])
+        # An unspecified address, 0.0.0.0 or ::, is every interface's, public ones included.
         return address.is_global or address.is_unspecified or not with_hosts
 
     addresses = [

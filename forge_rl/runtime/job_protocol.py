@@ -18,15 +18,15 @@ def _ignore(*_: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JobListener:
-    """What a job tells the run; each function is called in the event loop, and soon returns.
+    """Callbacks by which a job informs the run; each is called in the event loop and returns soon.
 
     JobListener(say=print, on_lost=lambda host, cause: print(f"{host} is gone: {cause}"))
     """
 
     say: Callable[[str], None] = _ignore
-    """Takes what the job waits for, in a line, such as its place in a queue."""
+    """Called with a line that says what the job waits for, such as its place in a queue."""
     on_lost: Callable[[str, str], None] = _ignore
-    """Takes a host's name and the cause, once the scheduler says that the host is gone for good."""
+    """Called with a host's name and the cause, once the scheduler says that the host is gone for good."""
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class Job(Protocol):
 
 @runtime_checkable
 class LedJob(Protocol):
-    """A job that starts the command in several processes, of which one leads the run."""
+    """A job that starts the command in several processes, one of which leads the run."""
 
     @property
     def leads(self) -> bool:
@@ -75,7 +75,7 @@ class LedJob(Protocol):
 
 @runtime_checkable
 class ReplacingJob(Protocol):
-    """A job that can also get a live run another host, in the place of one that died."""
+    """A job that can also get a live run another host to replace one that died."""
 
     @property
     def most_replaced(self) -> int:
@@ -83,15 +83,15 @@ class ReplacingJob(Protocol):
         ...
 
     async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
-        """Have a host join a run, and wait until it is gone again; if cancelled, give it back.
+        """Have a host join a run, and wait until it is gone again; release it if cancelled.
 
         Args:
             name: name of the host, new to the run.
             folder: folder of the run.
-            say: takes what the host waits for, in a line, such as its place in a queue.
+            say: called with a line that says what the host waits for, such as its place in a queue.
 
         Returns:
-            Why it is gone; "" if someone has let it go.
+            Why it is gone; "" if it was released on request.
 
         Raises:
             ForgeError: the scheduler refused; says why.
@@ -113,7 +113,7 @@ class SubmittedJob(Protocol):
         Args:
             command: the run's command. Flags given later replace earlier ones, so that another --job may be appended.
             folder: the run's folder, which the command must be given by --out; it may not exist yet.
-            say: takes what the job waits for, in a line.
+            say: called with a line that says what the job waits for.
 
         Returns:
             The command's exit status.

@@ -1,4 +1,4 @@
-"""How a host joins a live run: its command, the address at which it serves, and what the controller accepts of it."""
+"""How a host joins a live run: its command, the address at which it serves, and what the controller accepts from it."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
     Raises:
         ConfigError: the address is something else, or the worker there could not reach this process.
     """
+    # The address comes from the host that joins, and Monarch executes what it receives from there.
     socket = _SOCKET.fullmatch(address) if isinstance(address, str) else None
     if socket is None and not (isinstance(address, str) and is_trusted(address, may_be_public=may_be_public)):
         raise ConfigError(
@@ -90,6 +91,7 @@ def identifier(name: str) -> str:
 def _is_own_socket(path: Path) -> bool:
     """Return whether a path is a socket that only this user can have put there."""
     try:
+        # Links are not followed: they could lead to another user's socket.
         path_status, folder_status = path.lstat(), path.parent.lstat()
     except OSError:
         return False

@@ -127,6 +127,7 @@ class Link:
             return
         self._broken = (_DIED if died else _STOPPED, cause.encode())
         for number, call in self._calls.items():
+            # Without a record of what was running, blame stays unknown; with one, only the calls in it are blamed.
             kind = _DIED if in_hand is None else _KILLED if number in in_hand else _SPARED
             call.put((kind, cause.encode()) if died else self._broken)
         self._calls.clear()
@@ -150,6 +151,7 @@ class Link:
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
         try:
+            # Pickled here, not in `_post`, so that a bad argument raises in its own caller and breaks no other call.
             payload = _dumps(args)
         except Exception as error:
             raise self._error(ServiceError, method, f"an argument cannot be pickled: {_describe(error)}") from error
@@ -160,6 +162,7 @@ class Link:
     def _put(self, message: Request) -> None:
         self._outbox.append(message)
         self._waiting.set()
+        # Started by the first call, as a replica without calls need not answer polls.
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -171,6 +174,7 @@ class Link:
                 message = f"the result cannot be unpickled: {_describe(error)}"
                 raise self._error(ServiceError, method, message) from error
         if kind == _ERROR:
+            # A ForgeError travels whole; any other error only as a text.
             text, pickled = pickle.loads(payload)
             raise _unpack(pickled) or self._error(ServiceError, method, text)
         kinds = {_STOPPED: ServiceError, _LATE: DeadlineError}
@@ -181,6 +185,7 @@ class Link:
 
     async def _run(self) -> None:
         try:
+            # If either task fails, the other ends too: half a link would leave its calls waiting.
             async with TaskGroup() as group:
                 group.create_task(self._post())
                 group.create_task(self._collect())
@@ -190,6 +195,7 @@ class Link:
     async def _post(self) -> None:
         while True:
             await self._waiting.wait()
+            # Calls that come while a message is on its way gather for the next one.
             messages = _pop_message(self._outbox)
             if not self._outbox:
                 self._waiting.clear()
@@ -200,15 +206,18 @@ class Link:
             replies: list[Reply] = pickle.loads(await self._actor.link_collect.call_one(POLL_S))
             self.silent_polls = 0
             for number, kind, payload in replies:
+                # An item leaves its stream open; any other reply is a call's last.
                 call = self._calls.get(number) if kind == _ITEM else self._calls.pop(number, None)
                 if call is None or call.done():  # cancelled meanwhile
                     continue
                 if kind != _ITEM:
                     call.put((kind, payload))
                     continue
+                # A stream's deadline counts from its previous item.
                 self.deadlines.start(call)
                 assert call.on_item is not None, "a plain method yields no items"
                 try:
+                    # The call stays registered, by which `ask` knows that it must cancel the stream in the replica.
                     if call.on_item(self._value(call.method, kind, payload)) is True:
                         call.put((_VALUE, _NONE))
                 except Exception as error:  # the caller's error, unless it broke this link
@@ -216,6 +225,7 @@ class Link:
                         call.set_exception(error)
 
 
+# A future itself rather than an object that has one, as thousands are in flight.
 class _Pending(asyncio.Future[tuple[int, bytes]]):
     """Reply to a call in flight."""
 
@@ -258,6 +268,7 @@ class Deadlines:
         """Start a call's deadline now; a stream gets none while streams are held."""
         loop = asyncio.get_running_loop()
         call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s
+        # The timer only moves to an earlier time; later deadlines are found when it goes off.
         if call.due < self._look_at:
             self.cancel()
             self._wait(loop, call.due)
@@ -289,6 +300,7 @@ class Deadlines:
             else:
                 next_due = min(next_due, call.due)
         self._look_at, self._timer = math.inf, None
+        # No sooner than _LOOK_S from now, so that calls which become late one after another share a scan.
         self._wait(loop, max(next_due, loop_time + _LOOK_S))
 
 
@@ -313,6 +325,7 @@ class LinkEnd:
                 self._tasks[number] = task
                 task.add_done_callback(functools.partial(self._tasks.pop, number))
             elif number in self._tasks:
+                # Removed first, by which `_answer` tells the controller's cancellation from the method's own.
                 self._tasks.pop(number).cancel()
 
     async def collect(self, wait_s: float) -> bytes:
@@ -331,6 +344,7 @@ class LinkEnd:
 
     async def _put(self, number: int, kind: int, payload: bytes) -> None:
         """Queue a reply, once few enough bytes are waiting."""
+        # Checked after each wake-up, as several methods may wait and one reply may fill the room.
         while self._waiting_bytes > _MOST_WAITING_BYTES:
             self._room.clear()
             await self._room.wait()
@@ -343,6 +357,7 @@ class LinkEnd:
         try:
             result = getattr(self._actor, method)(*pickle.loads(payload))
             if streams:
+                # Closed as soon as the controller cancels, not when the generator is collected.
                 async with contextlib.aclosing(result) as items:
                     async for item in items:
                         await self._put(number, _ITEM, _dumps(item))
@@ -351,6 +366,7 @@ class LinkEnd:
                 work = result if self.in_hand is None else self.in_hand.noting(number, result)
                 await self._put(number, _VALUE, _dumps(await work))
         except BaseException as error:
+            # In an asyncio task, a SystemExit or KeyboardInterrupt of user code would end the process and all calls.
             if isinstance(error, asyncio.CancelledError) and number not in self._tasks:
                 raise  # cancelled by the controller
             await self._put(number, _ERROR, _pack(error))
@@ -371,6 +387,7 @@ def _dumps(value: object) -> bytes:
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
+        # Lambdas and whatever else plain pickle refuses take the same way as definitions of __main__.
         data = b"__main__"
     # __main__ is a different module in the other process, so its definitions must be sent by value.
     if b"__main__" in data:

@@ -91,6 +91,7 @@ def _is_of_one_user() -> bool:
         return False
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
+        # The user namespace that owns the network must be this process's own, which maps this user alone.
         owner = fcntl.ioctl(network, _NS_GET_USERNS)
     except OSError:  # the namespace belongs to a more privileged user
         return False
@@ -110,6 +111,7 @@ def _is_apart() -> bool:
             has_left |= not os.path.samestat(namespace, (process / "ns" / "net").stat())
     if not has_left:
         return False
+    # A process whose network cannot be read counts as being in this one.
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if process.stat().st_uid != os.geteuid() and os.path.samestat(namespace, (process / "ns" / "net").stat()):
@@ -168,6 +170,7 @@ def _unshare() -> None:
         return
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # In this order: gid_map can be written without privileges only once setgroups is denied (user_namespaces(7)).
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -175,6 +178,7 @@ def _unshare() -> None:
 
 def _outside(channel: socket.socket) -> None:
     """Open ports for the process inside until it exits."""
+    # Empty once no process holds the other end of the channel.
     while request := channel.recv(4096):
         host, port = json.loads(request)
         try:

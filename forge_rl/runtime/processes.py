@@ -29,7 +29,7 @@ _STOPPED_INSPECTIONS = 3
 _NEW_OBJECTS = (1_000_000, 5, 10)
 """Garbage collection thresholds: new objects, and collections of each generation per collection of the next."""
 _IDLE_S = 1.0
-"""Seconds into a body after which garbage is collected, when what others work on has been sent to them."""
+"""Seconds after which a waiting body collects garbage; by then other processes have received their work."""
 _SWITCH_S = 0.0005
 """Thread switch interval in seconds."""
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
@@ -73,11 +73,12 @@ class ProcessTree:
             psutil.NoSuchProcess, ProcessLookupError: it has already exited.
         """
         self.roots[pid] = self.members[pid] = psutil.Process(pid)
+        # From here on the descriptor identifies the process, even if its PID is reused.
         fd = self._pidfds[pid] = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(fd, self._on_end, pid, on_end)
 
     def unwatch(self) -> None:
-        """Stop watching; no `on_end` is called any more."""
+        """Stop watching; `on_end` is not called any more."""
         for pid in list(self._pidfds):
             self._unwatch(pid)
 
@@ -93,6 +94,7 @@ class ProcessTree:
         """
         members: dict[int, psutil.Process] = {}
         is_stopped = False
+        # Breadth first: if there are too many, the processes nearest to the roots are inspected.
         queue = deque(self.roots)
         while queue and len(members) < max_processes:
             pid = queue.popleft()
@@ -230,9 +232,11 @@ def exit_status(pid: int, pidfd: int) -> int | None:
         if status is not None:
             return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     with contextlib.suppress(OSError):
+        # The exit code is the last field; the name before the last parenthesis may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
             return os.waitstatus_to_exitcode(int(fields[-1]))
+    # struct pidfd_info starts with a mask of the fields wanted, which the kernel replaces by those that it has set.
     info = bytearray(64)
     struct.pack_into("Q", info, 0, _PIDFD_INFO_EXIT)
     with contextlib.suppress(OSError):
@@ -249,6 +253,8 @@ def cleans_up(process: psutil.Process) -> bool:
 
 def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start a process that waits on a pipe for this one to exit, then kills processes and removes folders."""
+    # `read` returns once no process holds the other end of the pipe. A caller may drop the Popen object: CPython keeps
+    # objects of living children, and thus their pipes, in subprocess._active.
     kill = f"kill -9 {' '.join(map(str, pids))}; " if pids else ""
     return subprocess.Popen(
         ["/bin/sh", "-c", f"trap '' TERM HUP INT; read end; {kill}rm -rf {shlex.join(folders)}"],

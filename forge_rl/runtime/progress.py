@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 _NUMBERS = struct.Struct("qq")
-"""Units done, and units in all; (0, 0) between calls."""
+"""Units done, and their total; (0, 0) between calls."""
 
 
 class ProgressWriter:
@@ -40,7 +40,7 @@ def create_progress(path: Path) -> None:
 
 
 def read_progress(path: Path) -> tuple[int, int] | None:
-    """Return the units done and in all; None if no call is running, or nothing is known."""
+    """Return the units done and their total; None if no call is running or nothing is known."""
     with contextlib.suppress(OSError, struct.error):
         done, total = _NUMBERS.unpack(path.read_bytes())
         if 0 <= done <= total and total > 0:

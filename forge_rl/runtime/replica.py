@@ -23,7 +23,7 @@ from forge_rl.runtime.processes import ProcessTree, is_traced
 from forge_rl.system.tasks import task_group
 
 STOPPED = "hung: its process was stopped"
-"""Cause of the death of a replica one of whose processes was stopped."""
+"""Cause of death of a replica with a stopped process."""
 _SILENT_POLLS = 60
 """Checks, over 30 s, for which a link may leave its poll unanswered. Counts checks, not seconds, so that nobody is late
 when this process itself was stopped."""
@@ -114,7 +114,7 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.serving_since = 0.0
         self.ends_by = 0.0
-        """Time on its clock at which it is stopped if it is retired, even if it has calls in flight."""
+        """Clock time at which a retired replica is stopped, even with calls in flight."""
         self.in_flight = 0
         self.held = 0
         """Load other than calls, such as environments between two steps; routing counts each as one call."""
@@ -132,6 +132,7 @@ class Replica:
         self._faults = faults
         self._on_lost = on_lost
         self.link = Link(
+            # With several ranks, the link leads to the first.
             self.actor.slice(ranks=0) if first_mesh.ranks > 1 else self.actor,
             error=self._error,
             on_lost=lambda error: on_lost(self, str(error)),
@@ -172,8 +173,10 @@ class Replica:
             blames: blame the calls that it was executing; False if it was stopped on purpose.
         """
         self.death.set_result(cause)
+        # The file names the calls that were running when the process died; see `in_hand`.
         calls = in_hand.read(self.notes) if blames else ()
         self.blamed = bool(calls)
+        # None: it is unknown which calls were running. (): none is to blame.
         self.link.fail(cause, died=True, in_hand=(calls or None) if blames else ())
 
     async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
@@ -195,6 +198,7 @@ class Replica:
         key, began = self._begin(name), self.clock()
         answer = asyncio.ensure_future(_call_one(actor, method, args))
         try:
+            # The wait ends with the death too, as Monarch fails calls to a killed process only seconds later.
             await asyncio.wait((answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.cancelled():  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
                 self._on_lost(self, "its mesh has stopped")
@@ -275,6 +279,8 @@ class Replica:
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
         remaining_polls = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
+        # True in exactly one check, the last before the kill. Without notes the process has no handler for SIGUSR2,
+        # which would kill it; see `ServiceActor.note_in_hand`.
         if 0 <= remaining_polls < 1 and self.notes.exists():
             self.tree.signal_roots(signal.SIGUSR2)  # print its stacks before it is killed
         if remaining_polls < 0:
@@ -282,9 +288,10 @@ class Replica:
         return ""
 
     def drain_busy_s(self) -> float:
-        """Return the seconds since the last call of this during which a call was in flight."""
+        """Return the busy seconds since the last drain: time with at least one call in flight."""
         current_time = self.clock()
         seconds = self.busy_s + (current_time - self.busy_since if self.in_flight else 0.0)
+        # Calls in flight count from here on.
         self.busy_s, self.busy_since = 0.0, current_time
         return seconds
 
@@ -317,12 +324,13 @@ class Replica:
 def _in_slices(value: object) -> list[bytes]:
     """Pickle a value into slices, the last one first.
 
-    The pickler refers to everything that it has pickled. It is freed here and the slices are made `bytes` here, in the
-    thread that calls this: of a gigabyte, either takes the event loop tens of milliseconds.
+    Runs in a worker thread. The pickler refers to everything that it has pickled; freeing it, like copying slices to
+    `bytes`, would block the event loop for tens of milliseconds per gigabyte, so both happen here.
     """
     slices = _Slices()
     pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump(value)
     pieces: list[bytes] = []
+    # Popped one by one, so that at most one slice is in memory twice.
     while slices.taken:
         pieces.append(bytes(slices.taken.pop()))
     return pieces

@@ -97,7 +97,9 @@ class ReplicaProcesses:
             ConfigError: the host does not exist.
         """
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
+        # Each respawn has a name of its own, and with it a log of its own.
         name = f"{self._service}-{number}" + f".{serial}" * bool(serial)
+        # The id keeps apart services with the same name: `clean_up` kills every process that carries the mark.
         mark = f"{self._id}/{name}"
         environment = {**settings.env, MARK: mark}
         meshes = [
@@ -111,7 +113,7 @@ class ReplicaProcesses:
             )
             for part, (place, count) in enumerate(settings.ranks_by_host.items())
         ]
-        # Monarch may report a failure late, under such a name, so it must be unique.
+        # Monarch may report a failure late, when a successor already runs; unique names keep the two apart.
         actor_names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
         parts = [
             ReplicaPart(mesh=mesh, actor_name=actor_name, actor=mesh.procs.spawn(actor_name, actor, *args))
@@ -134,6 +136,7 @@ class ReplicaProcesses:
         """Wait until a replica's processes run, and watch them; returns False if one has ended already."""
         pids: dict[str, dict[int, int]] = {}
         for rank, host in enumerate(replica.hosts):
+            # Monarch constructs actors lazily, so this first call also raises what their constructor raises.
             pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
             pids.setdefault(host, {})[pid] = rank
         for host, ranks in pids.items():
@@ -142,6 +145,7 @@ class ReplicaProcesses:
                 continue
             for pid, rank in ranks.items():
                 try:
+                    # It may have exited since it answered, so this can find it gone.
                     replica.tree.watch(pid, functools.partial(self._on_end, replica, rank))
                 except (psutil.NoSuchProcess, ProcessLookupError):
                     self._on_end(replica, rank, None)
@@ -153,6 +157,7 @@ class ReplicaProcesses:
 
     async def clean_up(self, replica: Replica) -> None:
         """Stop a replica's remaining tasks here, its processes and all their descendants."""
+        # From here on, processes that exit are killed or stopped on purpose.
         replica.tree.unwatch()
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
@@ -163,6 +168,7 @@ class ReplicaProcesses:
         if THIS_HOST in replica.hosts:
             kills.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
         await asyncio.gather(*kills)  # including processes unknown to Monarch
+        # Does nothing for a mesh that was stopped above.
         await self._stop_meshes(replica)
         for name in replica.actor_names:
             self._faults.off_failure(name)
@@ -197,6 +203,7 @@ class ReplicaProcesses:
 
     def _on_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._rules.exit_meanings)
+        # A signal explains itself; after an exit status, the log's last exception is the actual cause.
         if status is not None and status > 0 and (error := last_error(replica.logs[rank])):
             cause += f": {error}"
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)

@@ -109,6 +109,7 @@ class Seats:
     def wanted(self) -> int:
         """Number of replicas with seats that the service should have on the hosts that it has now."""
         room = self._room_now()
+        # The ratio of replicas to places stays as it was set, rounded up.
         num_replicas = -(-self._replicas * room // self._room) if self._room else self._replicas
         if self.hosts.gpus and self._min_replicas < self._max_replicas:
             num_replicas = min(num_replicas, room)
@@ -130,13 +131,14 @@ class Seats:
             raise ConfigError(f"the number of replicas is set to {replicas!r}", hint=f"choose one from 1 to {_MOST}")
         if self.hosts.gpus and replicas > room:
             raise ConfigError(f"the hosts have GPUs for {room} replicas, not for {replicas}", hint="add hosts first")
+        # Fixed bounds follow the number; others are widened to include it.
         is_fixed = self._min_replicas == self._max_replicas
         self._replicas, self._room = replicas, room
         self._min_replicas = replicas if is_fixed else min(self._min_replicas, replicas)
         self._max_replicas = replicas if is_fixed else max(self._max_replicas, replicas)
 
     def free(self, index: int) -> None:
-        """Free the seat of a replica that is stopped, and not replaced."""
+        """Free the seat of a replica that has stopped and is not replaced."""
         self._taken.pop(index, None)
 
     def _room_now(self) -> int:
@@ -145,10 +147,10 @@ class Seats:
         places = [
             len(self.hosts.gpus.get(host, ())) // self._size.gpus if self.hosts.gpus else 1 for host in living_hosts
         ]
+        # As if any places could make up a replica; lowered below.
         room = sum(places) // self._size.hosts
-        while (
-            sum(min(room, num_places) for num_places in places) < room * self._size.hosts
-        ):  # a replica's hosts all differ
+        # A replica's hosts all differ, so a host counts at most once for each replica.
+        while sum(min(room, num_places) for num_places in places) < room * self._size.hosts:
             room -= 1
         return room
 
@@ -168,6 +170,7 @@ class Seats:
         Raises:
             ConfigError: no host is left, or none has enough free GPUs.
         """
+        # Its own places count as free while another seat is sought.
         seat = self._taken.pop(index, None)
         if seat is None or not all(_stays(part.host, self._cluster) for part in seat.parts):
             seat = self._free()
@@ -181,6 +184,7 @@ class Seats:
         used_places = {host: {part.place for part in parts if part.host == host} for host in living_hosts}
         seats: list[Seat] = []
         for host in sorted(living_hosts, key=lambda host: len(used_places[host])):
+            # One of these numbers is free, as there are fewer taken seats than numbers.
             place = next(number for number in range(len(self._taken) + 1) if number not in used_places[host])
             gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._size.gpus <= len(gpus):

@@ -18,7 +18,7 @@ from forge_rl.system.listeners import Listeners
 __all__ = ["Replica", "Service", "ServiceActor"]
 
 _MOST_KILLED = 3
-"""Number of replicas that a call, or its task, may kill; after that it is refused."""
+"""Maximum number of replicas that a call or its task may kill before it is refused."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
 
@@ -125,6 +125,7 @@ class Service:
         """
         number = len(self.replicas) if index is None else index
         dead = self.at(number)
+        # `replicas` has no gaps: an index can only follow one that was spawned before.
         if number > len(self.replicas):
             raise ServiceError("one before it did not start", service=self.name, replica=number, hint="see the events")
         settings = ProcessSettings(host=host, ranks=ranks, env=env or {}, imports=imports, secrets=secrets)
@@ -151,7 +152,7 @@ class Service:
         return self.processes.spawn(number, incarnation, actor, *args, settings=settings)
 
     def adopt(self, number: int, index: int) -> Replica:
-        """Put a living spare in the place of the dead replica of an index, and return it."""
+        """Replace the dead replica of an index by a living spare, and return it."""
         dead, replica = self.replicas[index], self.spares.pop(number)
         assert replica.alive, f"spare {number} of {self.name} is dead"
         assert not dead.alive, f"replica {index} of {self.name} is alive"
@@ -162,7 +163,9 @@ class Service:
 
     def _put(self, replica: Replica, dead: Replica | None) -> None:
         if dead is not None:
+            # The successor inherits the busy time that nobody has read yet, so that none is lost.
             replica.busy_s = dead.drain_busy_s()
+        # Replaces the dead replica, or appends if the index is the next free one.
         self.replicas[replica.index : replica.index + 1] = [replica]
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
@@ -189,7 +192,7 @@ class Service:
 
     @property
     def supervised(self) -> bool:
-        """True once the service's first replicas have started, and others are started in their place."""
+        """True once the first replicas have started, so that dead ones are replaced from now on."""
         return self._on_end is not None
 
     @property
@@ -242,11 +245,13 @@ class Service:
         deaths, blamed, max_deaths = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = await self.available()
+            # Concurrent attempts at the same task may have used up its deaths while this one waited.
             if refuses and self._killed[about] >= _MOST_KILLED:
                 raise self._poison(about, self._killed[about])
             try:
                 return await attempt(replica)
             except ReplicaError as error:
+                # A living replica has not died of it; but one that is away has interrupted calls, which are repeated.
                 if replica.alive and replica.state is not ReplicaState.AWAY:
                     raise
                 if error.blamed:
@@ -265,6 +270,7 @@ class Service:
     def forgive(self, about: str) -> None:
         """Reset a task's count of deaths after a success, unless the task is already refused."""
         if self._killed[about] < _MOST_KILLED:
+            # A Counter deletes a missing key without an error.
             del self._killed[about]
 
     async def available(self) -> Replica:
@@ -275,6 +281,7 @@ class Service:
         """
         if (replica := least_loaded(self.replicas)) is not None:
             return replica
+        # Tracked like a call, so that a phase's deadline names this wait.
         with self.faults.calling(self.name, None, "available"):
             while (replica := least_loaded(self.replicas)) is None:
                 if self.stopping or self.abandoned:
@@ -294,7 +301,7 @@ class Service:
         await self._changed.wait()
 
     async def returned(self, index: int) -> Replica:
-        """Return the replica of an index once it serves, after its death once its successor does.
+        """Return the replica of an index once it, or the one that replaces it, serves.
 
         Raises:
             ServiceError: it is not replaced any more; gives the causes.
@@ -306,7 +313,7 @@ class Service:
         return replica
 
     def drain_busy_s(self) -> list[float]:
-        """Return, by index, the seconds since the last call of this during which a replica had calls in flight."""
+        """Return each replica's busy seconds since the last drain, by index: time with calls in flight."""
         return [replica.drain_busy_s() for replica in self.replicas]
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
@@ -349,14 +356,16 @@ class Service:
         self.set_state(replica, ReplicaState.ABANDONED)
 
     def start_serving(self, replica: Replica) -> None:
-        """Give a replica calls from now on, or once it is back if it is away."""
+        """Route calls to a replica from now on, or once it returns if it is away."""
         replica.serving_since = self.faults.clock()
         if replica.state is not ReplicaState.AWAY:
             self.set_state(replica, ReplicaState.SERVING)
 
     def send_away(self, replica: Replica, cause: str) -> None:
-        """Give a replica no calls until `set_state` makes it serve again; those in flight fail, and are to be repeated
-        on other replicas."""
+        """Route no calls to a replica until `set_state` makes it serve again.
+
+        Calls in flight fail, and their callers repeat them on other replicas.
+        """
         self.set_state(replica, ReplicaState.AWAY)
         replica.link.interrupt(cause)
 
@@ -369,15 +378,18 @@ class Service:
 
     def notify(self) -> None:
         """Wake those who wait for a change."""
+        # Waiters wake although the event is cleared at once: `set` has already resolved their futures.
         self._changed.set()
         self._changed.clear()
 
     async def stop(self) -> None:
         """Stop all replicas' processes. Calls in flight fail."""
+        # From here on `_on_death` records nothing: processes that exit are expected to.
         self.stopping = True
         self.cluster.on_lost.discard(self._on_host_lost)
         self.notify()
         background = list(self._background)
+        # Recoveries in progress would otherwise spawn processes while the old ones are cleaned up.
         for task in background:
             task.cancel()
         if background:
@@ -394,6 +406,7 @@ class Service:
             self._on_fewer_hosts()
 
     def _on_death(self, replica: Replica, cause: str) -> None:
+        # One death has several observers: the pidfd, Monarch, a host's agent and failed calls. The first one counts.
         if not replica.alive:
             return
         replica.fail(cause)
@@ -405,6 +418,7 @@ class Service:
         elif replica.state is ReplicaState.RETIRED:
             self._on_retired(replica)
         elif replica.index in self.wanted:
+            # The owner of an index that is not wanted has dismissed its replica, and cleans up itself.
             on_end = None if self.faults.closing else self._on_end
             fatal = on_end is None and not self.recoverable
             self.set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
@@ -436,6 +450,7 @@ class Service:
                 if cause := replica.look_for_hang(descendants=self._descendants):
                     self.mark_failed(replica, cause)
                 elif replica.state is ReplicaState.RETIRED and (not replica.load or replica.clock() > replica.ends_by):
+                    # Nothing left to do, or out of time: calls in flight then fail here and are repeated elsewhere.
                     self.retire(replica, "it was not needed any more")
                     self._on_retired(replica)
 

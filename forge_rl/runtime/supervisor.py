@@ -22,9 +22,9 @@ _RETIRED_S = 30.0
 
 
 async def start_first(service: Service, count: int, start_one: Callable[[int], Awaitable[object]]) -> None:
-    """Start a service's first `count` replicas concurrently; one that a signal ends meanwhile is started once more.
+    """Start a service's first `count` replicas concurrently, and one that a signal ends meanwhile once more.
 
-    The more processes a run has, the likelier is it that one of them crashes in a library while it starts.
+    The more processes a run has, the more likely one of them crashes in a library while it starts.
 
     Args:
         start_one: see Supervisor.
@@ -38,12 +38,14 @@ async def start_first(service: Service, count: int, start_one: Callable[[int], A
             await start_one(index)
         except ServiceError:
             replica = service.at(index)
+            # Only a crash is retried; an error that the replica reports itself is raised at once.
             if replica is None or replica.alive or not is_by_signal(replica.death.result()):
                 raise
             await service.processes.clean_up(replica)
             await start_one(index)
             service.faults.recovered(service.name, index)
 
+    # No supervisor listens yet: without this flag, the service would record a death in here as fatal.
     service.recoverable = True
     try:
         async with task_group() as group:
@@ -122,6 +124,7 @@ class Supervisor:
         indices = [index for index in service.wanted if index >= seats.first]
         surplus = len(indices) - seats.wanted
 
+        # False sorts first: the dead, then those that do not stay, then the highest index.
         def by_use(index: int) -> tuple[bool, bool, int]:
             replica = service.at(index)
             stays = replica is not None and service.cluster.leaving.isdisjoint(replica.hosts)
@@ -130,17 +133,21 @@ class Supervisor:
         for index in sorted(indices, key=by_use)[: max(0, surplus)]:
             self._dismiss(index)
         for _ in range(-surplus):
+            # Wanted before it has started, so that the next iteration picks another index.
             index = next(index for index in itertools.count() if self._is_free(index))
             service.wanted.add(index)
             service.begin_start(index, self._start_more)
 
     async def leave(self, host: str) -> None:
-        """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
-        the host has none left."""
+        """Move the replicas off a host that is about to go.
+
+        Retires them, starts replacements where there is room, and waits until the host has none left.
+        """
         self.rescale()
         while host_replicas := [
             replica for replica in self._service.replicas if replica.alive and host in replica.hosts
         ]:
+            # A replica that is still starting there is retired by a later pass, once it serves.
             for replica in host_replicas:
                 if replica.serving or replica.state is ReplicaState.AWAY:
                     self._retire_later(replica)
@@ -156,6 +163,7 @@ class Supervisor:
                 service.begin_start(index, self._start_more)
         elif index not in service.starting:  # else it died while starting
             healthy = self._restart.recovered(service.faults.clock() - replica.serving_since)
+            # A replica that has worked was started correctly, so this death counts as its first.
             if replica.answered or healthy:
                 self._deaths[index] = 0
             service.begin_start(index, self._recover)
@@ -177,12 +185,13 @@ class Supervisor:
             self._service.in_background(self._remove(index, start_task), index, "it cannot be stopped")
 
     def _retire_later(self, replica: Replica) -> None:
-        """Give a replica no more work, and stop it once it has none left."""
+        """Route no more work to a replica, and stop it once its work is done."""
         replica.ends_by = replica.clock() + _RETIRED_S
         self._service.set_state(replica, ReplicaState.RETIRED)
 
     async def _remove(self, index: int, start_task: asyncio.Task[None] | None = None) -> None:
         """Clean up after a dismissed replica, or one that was still starting."""
+        # A cancelled start may still spawn a process until its task has really ended.
         if start_task is not None:
             await asyncio.wait([start_task])
         if (replica := self._service.at(index)) is not None:
@@ -213,11 +222,13 @@ class Supervisor:
         while True:
             await service.processes.clean_up(service.replicas[index])
             self._deaths[index] += counts
+            # Only the first death can be blamed on a call; a restart that fails counts.
             counts = True
             if (hopeless := self._is_hopeless(index)) or self._deaths[index] > max_restarts:
                 service.abandon(service.replicas[index])
                 if service.abandoned:
                     service.faults.record(service.name, None, service.causes_of_end())
+                # While others serve, an abandoned replica is tried again after each long pause of `Restart.delay_s`.
                 if hopeless or service.abandoned or not max_restarts:
                     return
             await self._sleep(self._restart.delay_s(self._deaths[index]))
@@ -226,7 +237,7 @@ class Supervisor:
                 return
 
     async def _host_for(self, index: int) -> None:
-        """Wait while no host has room for the replica of an index, and another one is awaited."""
+        """Wait until a host has room for the replica of an index, or no further host is expected."""
         seats, cluster = self._seats, self._service.cluster
         if seats is None or index < seats.first:
             return
@@ -234,16 +245,19 @@ class Supervisor:
             await cluster.change()
 
     async def _replace(self, index: int) -> bool:
-        """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""
+        """Start a replica at an index without a living one; return whether it serves."""
         service, failure = self._service, ""
         dead = service.at(index)
         try:
             await self._start_one(index)
         except (Exception, asyncio.CancelledError) as error:  # any error means that the replica does not serve
+            # A CancelledError may also come from inside, as when Monarch cancels the calls of a mesh that has stopped.
+            # Only one that is meant for this task ends it.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
         replica = service.at(index)
+        # No process was spawned, so there is none to mark as failed.
         if replica is None or replica is dead:
             service.faults.record(service.name, index, failure, fatal=False)
             return False
@@ -258,6 +272,7 @@ class Supervisor:
         """Return True if a cause of death has repeated before any replica answered; external kills do not count."""
         replicas = self._service.replicas
         self._answered |= any(replica.answered for replica in replicas)
+        # PIDs, ports and addresses differ between two deaths of the same cause.
         cause = re.sub(r"\d+", "#", replicas[index].death.result())
         is_repeated, is_external = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
         self._causes.add(cause)

@@ -20,7 +20,7 @@ NOTICE_S = 3.0
 
 
 class Watchdog:
-    """Learns how long calls take, and has a replica restarted whose call hangs or fails for no reason of its own.
+    """Learns how long calls take, and has a replica restarted if a call hangs or raises an error that this may fix.
 
     results = await watchdog.work(replica, "step", request, parcel=rows_of_rank, work=tokens)
 
@@ -69,6 +69,7 @@ class Watchdog:
             deadline_s = min(deadline_s, max(_LEAST_DEADLINE_S, _SLACK * expected_s))
         began = replica.clock()
         try:
+            # Large arguments are sent first, so that the call itself is a small message.
             if parcel is not None:
                 async with task_group() as sending:
                     for rank in range(replica.ranks):
@@ -82,7 +83,9 @@ class Watchdog:
         except ReplicaError:
             raise
         except ForgeError as error:
+            # PIDs, addresses and the like differ between two occurrences of one error.
             raised = progress, re.sub(r"\d+", "#", f"{method}: {error.message}")
+            # Exactly ServiceError: it wraps other libraries' exceptions, whereas its subclasses are forge_rl's own.
             is_foreign, is_repeated = type(error) is ServiceError, self._raised == raised
             self._raised = raised if is_foreign else None
             if is_foreign and not is_repeated:
@@ -107,6 +110,7 @@ class Watchdog:
             raise
         except ForgeError as error:
             if replica.ranks > 1:
+                # The rank that died may be noticed only after the ranks whose collective failed because of it.
                 await asyncio.wait((replica.death,), timeout=NOTICE_S)
             if not replica.death.done():
                 raise

@@ -106,6 +106,7 @@ def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
     top, real = folder.lstat(), folder.resolve()
     status = real.stat()
     owners = {os.geteuid(), 0}
+    # A new file shows which owner the file system gives to this user's files.
     if status.st_uid not in owners:
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=real) as ours:
             owners.add(os.fstat(ours.fileno()).st_uid)
@@ -113,6 +114,7 @@ def _problems(folder: Path, *, deep: bool) -> Iterator[str]:
         yield f"it belongs to user {top.st_uid if top.st_uid not in owners else status.st_uid}"
     if status.st_mode & stat.S_IWOTH and any(real.iterdir()):
         yield f"anybody may write to it (mode {stat.S_IMODE(status.st_mode):o})"
+    # World-writable contents are harmless in a folder that others cannot enter.
     open_to_all = bool(status.st_mode & stat.S_IXOTH)
     for place, folders, files in os.walk(real) if deep else ():
         for path in (Path(place, name) for name in (*folders, *files)):

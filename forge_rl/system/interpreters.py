@@ -46,6 +46,7 @@ def interpreter(
         str(Path(requirement).resolve()) if Path(requirement).exists() else requirement for requirement in requirements
     ]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    # One folder for each version of Python and list of packages.
     name = hashlib.sha256("\n".join([version, *packages]).encode()).hexdigest()[:16]
     cache = cache.expanduser()
     make_private(cache, ConfigError, deep=False)  # interpreters link to their base interpreter
@@ -55,6 +56,7 @@ def interpreter(
         if not ready.exists():
             print(f"creating an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
             _make(folder, packages, version, flag)
+            # Written last, so that an installation that was interrupted is repeated.
             ready.write_text("\n".join(packages))
     check_own(folder, ConfigError, deep=False)
     return folder / "bin" / "python"

@@ -10,7 +10,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.system.variables import value_of
 
 EAGER = "FORGE_RL_EAGER"
-"""Environment variable with the kernels, comma-separated, in whose place torch's own operations run; `all` for all."""
+"""Environment variable: comma-separated kernels to replace by torch's own operations; `all` for all of them."""
 KERNELS = (
     "scores",
     "norms",
@@ -46,7 +46,7 @@ def turn_off(kernel: str, failure: str) -> None:
 
 
 def failures() -> Mapping[str, str]:
-    """Return why kernels were turned off in this process, by kernel; those that the user named are not among them."""
+    """Return why kernels were turned off in this process, by kernel, without those that the user turned off."""
     return MappingProxyType({kernel: failure for kernel, failure in _FAILURES.items() if failure})
 
 

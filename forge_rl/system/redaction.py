@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _CREDENTIALS = re.compile(r"://[^/?#\s]*@")
+# At the end of a name: a last word such as token or api_key, also with a number, or a compound such as database_url.
 _SECRET = re.compile(
     r"((^|[_-])(api|access|secret|private)?(key|token|pat|pass|auth|jwt|bearer|cookie|dsn)([_-]?\d+)?"
     r"|(api|access|secret|auth|bearer|hf)[_-]?(keys|tokens|key[_-]?id)"

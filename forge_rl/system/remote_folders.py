@@ -50,8 +50,9 @@ class RemoteFolder:
         self._in_buckets = not protocols.isdisjoint(_OBJECT_STORES)
 
     def names(self) -> list[str]:
-        """List the names of files and folders in this one; none if it is not there, unless its bucket is not."""
+        """List the files and folders in this one: none if it does not exist, an OSError if its bucket does not."""
         with _as_os_error():
+            # fsspec caches listings, in which what other processes have written since is missing.
             self._files.invalidate_cache()
             try:
                 paths: list[str] = self._files.ls(self._root, detail=False)
@@ -62,7 +63,7 @@ class RemoteFolder:
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def exists(self, name: str) -> bool:
-        """Return whether a file is there."""
+        """Return whether a file exists."""
         try:
             self.size(name)
         except (FileNotFoundError, NotADirectoryError):
@@ -84,9 +85,10 @@ class RemoteFolder:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file, which is seen once it is whole."""
+        """Write a file atomically: readers see it complete or not at all."""
         path = self._path(name)
         with _as_os_error():
+            # An object store shows a file only once it is complete; elsewhere the rename does that.
             if self._in_buckets:
                 self._files.pipe_file(path, data)
                 return
@@ -96,7 +98,7 @@ class RemoteFolder:
             self._files.mv(draft, path)
 
     def put(self, source: Path, name: str) -> None:
-        """Copy a local file here, which may be seen before it is whole."""
+        """Copy a local file here; readers may see it before it is complete."""
         path = self._path(name)
         with _as_os_error():
             if not self._in_buckets:
@@ -109,12 +111,12 @@ class RemoteFolder:
             self._files.get_file(self._path(name), str(to))
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         with _as_os_error(), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it, if it is there."""
+        """Remove a folder and its contents, if it exists."""
         with _as_os_error(), suppress(FileNotFoundError):
             self._files.rm(self._path(name), recursive=True)
 
@@ -124,7 +126,7 @@ class RemoteFolder:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Raise what a file system's library raises as an OSError, without the password of an address in its message."""
+    """Convert errors of a file system's library to OSError, without the password of an address in the message."""
     try:
         yield
     except OSError:

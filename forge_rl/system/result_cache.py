@@ -49,13 +49,13 @@ def content_key(*parts: object) -> bytes:
 
 
 class ResultCache:
-    """Texts by key, looked up in memory, then in a file. Equal calls that are made at once run one of them.
+    """Cache of texts by key, in memory and in a file; of concurrent equal calls, only one runs.
 
         cache = ResultCache(Path("cache"), most_bytes=1 << 30)
         text, was_kept = await cache.get(content_key("price", "v1", ["apple"]), compute)
 
-    `compute` returns a text, and whether to keep it; what raises is not kept. A file that is damaged is replaced by an
-    empty one, and one that cannot be used is left out: neither fails a call. Pickles as its settings.
+    `compute` returns a text and whether to keep it; exceptions are not kept. A damaged file is replaced by an empty
+    one, and an unusable file is ignored: neither fails a call. Pickling keeps only the settings.
 
     Args:
         folder: folder of the file, made private; created on first use. None for no file.
@@ -88,11 +88,11 @@ class ResultCache:
     async def get(
         self, key: bytes, compute: Callable[[], Awaitable[tuple[str, bool]]], *, wait_s: float | None = None
     ) -> tuple[str, bool]:
-        """Return the result of a call, and whether it was there without running the call.
+        """Return a call's result, and whether it was found without running the call.
 
         Args:
             key: see `content_key`.
-            wait_s: longest time to wait for an equal call in another process; None for as long as it takes.
+            wait_s: longest time to wait for an equal call in another process; None for no limit.
         """
         while True:
             if (value := self._recall(key)) is not None:
@@ -100,12 +100,13 @@ class ResultCache:
                 return value, True
             if (flight := self._flights.get(key)) is None:
                 return await self._run(key, compute, wait_s)
+            # If the caller that ran the call was cancelled, the loop makes another one run it.
             with contextlib.suppress(_CancelledFlight):
                 if (shared := await asyncio.shield(flight)) is not None:
                     self.counts["joined"] += 1
                     return shared, True
                 self.counts["ran"] += 1
-                return (await compute())[0], False  # it failed for another: all try by themselves, at once
+                return (await compute())[0], False  # it failed for another caller: each now tries on its own, at once
 
     async def _run(
         self, key: bytes, compute: Callable[[], Awaitable[tuple[str, bool]]], wait_s: float | None
@@ -123,6 +124,7 @@ class ResultCache:
                 if keep and len(encoded := value.encode("utf-8", "surrogatepass")) <= self._most_value:
                     shared = value
                     self._remember(key, value)
+                    # The writing thread gets the lock, so that other processes find the result and do not run the call.
                     self._file.write_later(key, encoded, lock)
                 return value, False
         except asyncio.CancelledError:
@@ -181,6 +183,7 @@ class _KeyLock:
     def acquire(self, *, wait: bool) -> bool:
         if not hasattr(fcntl, "F_OFD_SETLK"):  # outside of Linux, processes may run equal calls
             return True
+        # Locks of the open file description; a process's locks go when any descriptor of the file is closed.
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
             fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._offset, 1, 0))
@@ -217,7 +220,8 @@ class _ResultFile:
 
     @contextlib.asynccontextmanager
     async def alone(self, key: bytes, wait_s: float | None) -> AsyncIterator[_KeyLock]:
-        """Be the only process that works on a key, or go on without that after `wait_s`."""
+        """Hold a key's lock against other processes, or continue without it after `wait_s`."""
+        # Seven bytes of the key, as the offset of a file lock is a signed 64-bit number.
         lock = _KeyLock(self._locks, 1 + int.from_bytes(key[:7]))
         lock.held = self._opened() and lock.acquire(wait=False)
         if self._usable and not lock.held:
@@ -242,6 +246,7 @@ class _ResultFile:
         if row is None:
             return None
         value, mark = row
+        # Damaged, as a crash can leave it with `synchronous = off`; only this row is lost.
         if not isinstance(value, bytes) or mark != _mark(key, value):
             self.forget_later(key)
             return None
@@ -289,6 +294,7 @@ class _ResultFile:
     def _write_all(self) -> None:
         while True:
             with self._lock:
+                # Under the lock, so that `_later` either adds to this thread's work or starts another thread.
                 batch, self._waiting = self._waiting, []
                 if not batch:
                     self._writing = None
@@ -307,7 +313,9 @@ class _ResultFile:
                         lock.release()
 
     def _write(self, database: sqlite3.Connection, batch: list[tuple[bytes, bytes | None, _KeyLock | None]]) -> None:
+        # Swapped: results that are used during the write are noted with the next one.
         touched_keys, self._touched = self._touched, set()
+        # The last of several writes to a key counts.
         latest = {key: value for key, value, _ in batch}
         rows = [
             (key, value, _mark(key, value), len(value) + _ROW_BYTES)
@@ -327,6 +335,7 @@ class _ResultFile:
         (total,) = database.execute("select bytes from total").fetchone()
         if total <= self._most_bytes:
             return
+        # Leaves a margin, so that the next results do not evict again.
         excess = total - int(self._most_bytes * _KEPT_SHARE)
         dropped_keys = []
         for key, size in database.execute("select key, bytes from results order by used"):
@@ -382,6 +391,7 @@ class _ResultFile:
             warnings.warn(f"the cache {self._path} is damaged ({error}) and starts anew", stacklevel=2)
             try:
                 with self._file_alone():
+                    # Another inode: another process has replaced the file already.
                     if self._path.exists() and self._path.stat().st_ino != self._inode:
                         self._connect()
                     else:
@@ -410,7 +420,7 @@ def _of_settings(folder: Path | None, most_bytes: int, memory_bytes: int, value_
 
 
 def _mark(key: bytes, value: bytes) -> bytes:
-    """Return what tells a damaged result from a whole one."""
+    """Return a checksum that tells a damaged result from an intact one."""
     return hashlib.blake2b(value, key=key, digest_size=8).digest()
 
 
@@ -424,6 +434,7 @@ async def _acquired_in_thread(lock: _KeyLock, wait_s: float | None) -> bool:
     def wait() -> None:
         nonlocal is_held
         lock.acquire(wait=True)
+        # Decided under a lock, so that exactly one of this thread and its waiter has the lock of the key.
         with deciding:
             if given_up:
                 lock.release()

@@ -50,4 +50,5 @@ def derive_seed(seed: int, purpose: Purpose, *place: int | str | tuple[int, ...]
     are well mixed, also the lower 32, the only ones that torch uses on CPU.
     """
     digest = hashlib.blake2b(repr((seed, purpose, place)).encode(), digest_size=8).digest()
+    # 63 bits, so that it fits a signed integer of 64.
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Standard streams of programs that go on when their reader, their terminal or their disk's room is gone."""
+"""Standard streams that keep a program running when their reader or terminal is gone, or the disk is full."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ _SLOW_READER_S = 1.0
 
 
 class LastingFile(io.FileIO):
-    """A stream's file whose failed writes are dropped, where `print` would raise in the middle of work.
+    """A stream's file that drops failed writes, where `print` would raise in the middle of work.
 
     On a full disk, only the output of that time is lost. A reader or terminal that is gone does not come back: the
     descriptor then leads to /dev/null, also for native code and children, which could end at such an error.
 
     Args:
         number: the descriptor; stays open.
-        ends: do not go on: raise SystemExit with the status that a shell gives a program whose reader is gone, or a
-            ConfigError if the disk is full.
+        ends: end the program instead: raise SystemExit with the status that a shell gives a program whose reader is
+            gone, or ConfigError if the disk is full.
     """
 
     def __init__(self, number: int, *, ends: bool = False) -> None:
         super().__init__(number, "w", closefd=False)
         self.failure = ""
-        """Error at which the reader was gone."""
+        """Error with which the stream lost its reader."""
         self._ends = ends
 
     def write(self, data: ReadableBuffer) -> int:
         size = memoryview(data).nbytes
         try:
             count = super().write(data)
+            # A non-blocking stream whose reader is slow returns None instead of raising.
             if count is None and select.select([], [self], [], _SLOW_READER_S)[1]:
                 count = super().write(data)
         except OSError as error:
@@ -53,6 +54,7 @@ class LastingFile(io.FileIO):
             ):
                 self._lead_to_nowhere(str(error))
             if self._ends:
+                # Raised once; what is printed while the program ends is dropped.
                 self._ends = False
                 if self.failure:
                     raise SystemExit(128 + signal.SIGPIPE) from None
@@ -86,7 +88,7 @@ def lasting(number: int, *, template: io.TextIOWrapper | None = None, ends: bool
 
 
 def outlive_readers(*, ends: bool = False) -> None:
-    """Keep a program alive whose standard streams are closed, at its start or later.
+    """Keep a program alive when its standard streams are closed, at its start or later.
 
     Descriptors that are closed at the start lead to nowhere: otherwise the next file that is opened would get the
     number, and be written to by native code that prints.
@@ -112,7 +114,7 @@ def outlive_readers(*, ends: bool = False) -> None:
 
 
 def reader_failure(stream: object) -> str:
-    """Return the error at which a stream's reader was gone; "" if it is there, or the stream does not say."""
+    """Return the error with which a stream lost its reader; "" if it has one, or the stream records none."""
     return str(getattr(_file_of(stream), "failure", ""))
 
 
@@ -122,7 +124,7 @@ def _file_of(stream: object) -> object:
 
 
 def _leads_to(stream: object, number: int) -> bool:
-    """Tell if a stream is Python's own over this descriptor, which a notebook or a test may have replaced."""
+    """Return whether a stream is Python's own for this descriptor; a notebook or a test may have replaced it."""
     if not isinstance(stream, io.TextIOWrapper):
         return False
     try:
@@ -136,4 +138,5 @@ def _open_nowhere(number: int) -> None:
     if null != number:
         os.dup2(null, number)
         os.close(null)
+    # Python's descriptors are not inherited by default, but children need their standard streams.
     os.set_inheritable(number, True)

@@ -39,10 +39,13 @@ def supervised(command: Sequence[str], limits: Mapping[str, int] | None = None) 
 def _supervise(parent: int, limits: Mapping[str, int], command: Sequence[str]) -> NoReturn:
     prctl = ctypes.CDLL(None).prctl
     signals = {signal.SIGCHLD, signal.SIGTERM}
+    # Blocked before the fork, so that no signal is lost before `sigwait`.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # Orphaned descendants become children of this process, even those with a session of their own.
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     me = os.getpid()
+    # The parent may have ended before the call above, in which case no signal comes.
     if os.getppid() != parent:
         sys.exit(1)
     child = os.fork()
@@ -89,6 +92,7 @@ def _end_all() -> dict[int, int]:
                 with contextlib.suppress(OSError):  # it exited, or the PID was reused by another user
                     os.kill(pid, number)
         statuses |= _reaped()
+        # WNOWAIT leaves the status of an exited child to `_reaped`.
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:  # no children left
@@ -108,6 +112,7 @@ def _reaped() -> dict[int, int]:
 
 def _descendants() -> list[int]:
     pids = [os.getpid()]
+    # The list grows while it is walked.
     for pid in pids:
         with contextlib.suppress(OSError):  # it exited
             for thread in os.listdir(f"/proc/{pid}/task"):

@@ -1,5 +1,5 @@
-"""Errors and cancellations of concurrent tasks: task groups, one of which raises a single cause, waiting for a task
-whose error does not matter, a user's code in a task of its own, and a body that another task may interrupt.
+"""Concurrent tasks and their errors: task groups, tasks whose errors do not matter, users' code in tasks of its own,
+and bodies that another task may interrupt.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ async def left_behind_late(task: asyncio.Task[T], grace_s: float) -> T:
     """Await a user's task. If the caller is cancelled, cancel it, and leave it behind if it has not ended after
     `grace_s`, which happens if its code catches CancelledError."""
     try:
+        # Shielded, so that the task is cancelled below, where waiting for its end has a limit.
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         task.cancel()
@@ -176,10 +177,12 @@ def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
+        # Somebody else cancelled, alone or as well: that cancellation takes precedence.
         if error is None or body.cancelling() > before + 1:
             raise
         raise error from None
     finally:
         watching.cancel()
         if error is not None:
+            # Takes back this function's own cancellation, which is an error by now.
             body.uncancel()

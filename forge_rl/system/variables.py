@@ -118,6 +118,7 @@ def hide() -> None:
         address = start
         for entry in ctypes.string_at(start, end - start).split(b"\0") if start else ():
             name, _, value = entry.partition(b"=")
+            # A value of asterisks has been hidden before.
             if value.strip(b"*") and not is_handed_on(os.fsdecode(name), os.fsdecode(value)):
                 if os.environb.get(name) == value:
                     os.environb[name] = value  # makes libc copy it elsewhere
@@ -133,14 +134,15 @@ def take(secrets: Mapping[str, str]) -> None:
     """
     if secrets:
         _close_memory()
+        # The mapping behind os.environ: assigning to os.environ itself would change libc's environment.
         mapping: dict[bytes, bytes] = getattr(os.environ, "_data")  # noqa: B009
         mapping.update({os.fsencode(name): os.fsencode(value) for name, value in secrets.items()})
 
 
 def set_here(environment: Mapping[str, str]) -> None:
-    """Set those environment variables of this process, and so of its children, that differ.
+    """Set environment variables of this process, and so of its children, except for those that are unchanged.
 
-    Not in a process whose other threads read its environment all the time: libc could crash.
+    Not for a process whose other threads read its environment all the time: libc could crash.
     """
     for name, value in environment.items():
         if os.environ.get(name) != value:

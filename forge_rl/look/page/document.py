@@ -1,6 +1,6 @@
-"""The page's HTML: one document with its scripts and styles, and with a run's data or for a server that gives them.
+"""The page's HTML: one document with its scripts and styles, which holds a run's data or asks a server for them.
 
-Data are JSON in which no character can end a script; scripts and styles run by their hashes, and nothing else does.
+Data are JSON in which no character can end a script. The page lists hashes of its scripts and styles; no others apply.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ def closing() -> str:
 
 
 def data_block(name: str, text: str) -> str:
-    """Return a block of data; `text` is `encoded`."""
+    """Return a block of data; `text` comes from `encoded`."""
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
 def encoded(value: object) -> str:
-    """Return JSON of ASCII letters that can stand in a script of an HTML document."""
+    """Return a value as ASCII JSON that is safe inside a script element."""
+    # NaN is not JSON: a browser would refuse the whole block.
     return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_HARMLESS)
 
 

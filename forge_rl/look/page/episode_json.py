@@ -33,6 +33,7 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
     segments = {turn: (segment, offset) for segment, run in enumerate(episode.runs) for offset, turn in enumerate(run)}
     turns, first = [], 0
     for place, turn in enumerate(episode.turns[:_MOST_MESSAGES]):
+        # A turn's prompt begins with the previous turn of its run, prompt and answer; only the rest is new.
         segment, position = segments[place]
         previous = episode.turns[episode.runs[segment][position - 1]] if position else None
         start = len(previous.prompt_ids) + len(previous.token_ids) if previous is not None else 0
@@ -55,6 +56,7 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
         "feedback": "" if score is None else _clipped(score.feedback),
         "truth": [[_clipped(key), _clipped(_text(value))] for key, value in episode.task.truth.items()],
         "tools": _clipped(json.dumps(episode.task.tools, ensure_ascii=False)) if episode.task.tools else "",
+        # The first turn's own messages, if they are known, contain the task's.
         "messages": [] if turns and turns[0]["messages"] else [_message(message) for message in episode.task.messages],
         "output": None if episode.output is None else _clipped(episode.output),
         "segments": len(episode.runs),
@@ -90,6 +92,7 @@ def _turn(
     values = score.tokens[place] if score is not None and place < len(score.tokens) else None
     logprobs, gaps = record.scores_of(turn, tokens)
 
+    # The record's arrays cover the tokens of all turns, of which this turn has `tokens`.
     def turn_values(array: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
         return None if array is None else array[tokens][:count]
 

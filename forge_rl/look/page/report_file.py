@@ -29,13 +29,14 @@ def write_page(
         most_bytes: their maximum size.
 
     Returns:
-        The number of episodes that it holds whole, and of those that it lists.
+        The number of episodes that the page holds whole, and the number that it lists.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     partial = out.with_name(f".{out.name}.partial")
     try:
+        # Private like the run folder, whose texts it holds.
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
             counts = _write(file, runs, comparison, episodes, most_bytes)
         partial.replace(out)
@@ -51,6 +52,7 @@ def _write(
     data = [run.data() for run in runs]
     blocks, whole_counts = list[tuple[str, str]](), [0] * len(runs)
     for run_index, name, text in itertools.islice(_episodes(runs), episodes):
+        # One that does not fit is left out, and smaller ones may still follow.
         if len(text) <= room:
             room -= len(text)
             whole_counts[run_index] += 1

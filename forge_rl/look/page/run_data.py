@@ -50,7 +50,7 @@ class RunData:
         self._pieces: list[bytes] = []
 
     def state(self) -> list[object]:
-        """Return JSON that differs if `data` differs, but for its trace; takes milliseconds."""
+        """Return JSON that changes whenever `data` does, apart from the trace; takes milliseconds."""
         names = ("config.json", "versions.json", "metrics.jsonl", "events.jsonl", "summary.json")
         paths = [*(self.folder / name for name in names), *(path for _, _, path in recorded_files(self.folder))]
         return [read_run(self.folder).state, *(_stamp(path) for path in paths)]
@@ -105,12 +105,13 @@ class RunData:
         file = None if path is None else EpisodeFile(path)
         if file is None or not 0 <= place < len(file):
             raise ConfigError(f"{self.folder} has no episode {name[:100]!r}", hint="reload the page")
+        # Read when first needed, and again while it is missing.
         self._pieces = self._pieces or read_vocabulary(self.folder / FOLDER)
         return episode_json(name, file[place], self._pieces)
 
     def sample(self) -> Iterator[str]:
-        """Yield the names of episodes by how much they are worth keeping: of each file the worst, the best, a random
-        one, and the first failed ones; then all others. Files are spread over the run."""
+        """Yield the names of episodes, the most telling first: of each file the worst, the best and a random one, or
+        the first failed ones; then all others. Files are spread over the run."""
         files = [(step, kind, path) for step, kind, path in recorded_files(self.folder) if self._listed(path)]
         rest: list[list[str]] = []
         for step, kind, path in _spread(files):
@@ -121,6 +122,7 @@ class RunData:
             scored = [(reward, row) for row, reward in enumerate(rewards) if reward is not None]
             sampled_rows = rows[:3]
             if scored:
+                # Seeded by the step, so that a page that is written again holds the same episodes.
                 sampled_rows = [min(scored)[1], max(scored)[1], random.Random(step).choice(scored)[1]]
             yield from (f"{step}-{kind}-{row}" for row in dict.fromkeys(sampled_rows))
             rest.append([f"{step}-{kind}-{row}" for row in rows if row not in sampled_rows])
@@ -155,6 +157,7 @@ class RunData:
         """Return the list of episodes in columns, the earliest first, and the files that cannot be read."""
         tables, problems, count = [], list[str](), 0
         files = recorded_files(self.folder)
+        # The latest first, so that the bound leaves out the earliest.
         for place, (step, kind, path) in enumerate(reversed(files)):
             columns = self._listed(path)
             if columns is None:
@@ -168,11 +171,13 @@ class RunData:
             tables.append((step, kind, columns))
         tables.reverse()
         paths = {path for _, _, path in files}
+        # Files that the run has deleted are forgotten.
         self._columns = {path: entry for path, entry in self._columns.items() if path in paths}
         sizes = [[step, kind, len(columns["step"])] for step, kind, columns in tables]
         listed: dict[str, Any] = {"files": sizes, "columns": {}, "texts": {}}
         for name, letters in _TEXTS.items():
             texts = (text or "" for _, _, columns in tables for text in columns[name])
+            # Texts recur, so each is held once and the column refers to it by number.
             listed["columns"][name], listed["texts"][name] = coded(texts, letters)
         for name in _NUMBERS:
             listed["columns"][name] = [rounded(value) for _, _, columns in tables for value in columns[name]]
@@ -185,6 +190,7 @@ class RunData:
         """Return the columns of a file; None if it cannot be read."""
         state = _stamp(path)
         cached = self._columns.get(path)
+        # A file that changes is read again, even one that could not be read.
         if cached is None or cached[0] != state:
             columns: dict[str, list[Any]] | str
             try:

@@ -19,8 +19,10 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
     phases: list[list[Any]] = []
     marks: list[list[Any]] = []
     begun: dict[str, tuple[str, float]] = {}
+    # Becomes the text by which lines of the controller's lane are recognised, once that lane has been named.
     of_controller = b"?"
     for line in _lines(folder / "trace.json"):
+        # Substrings decide which lines are worth parsing as JSON.
         is_lane, is_mark = b'"thread_name"' in line, b'"ph":"i"' in line or b" recovery" in line
         if not (is_lane or is_mark or (of_controller in line and b'"ph":"X"' in line)):
             continue
@@ -37,6 +39,7 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
                     phases.append([name[:40], ts / 1e6, took / 1e6])
             case {"ph": "i", "ts": int(ts), "name": str(name), "tid": int(tid), "args": {"cause": str(cause)}}:
                 marks.append([lanes.get(tid, ""), name[:40], ts / 1e6, 0, cause[:400]])
+            # Recoveries only: other overlapping spans are requests, of which there are too many.
             case {"ph": "b", "ts": int(ts), "id": str(id_), "cat": str(lane)} if is_mark and len(begun) < _MOST_MARKS:
                 begun[id_] = lane[:80], ts / 1e6
             case {"ph": "e", "ts": int(ts), "id": str(id_)} if id_ in begun:
@@ -49,6 +52,7 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
 
 
 def _latest(events: list[list[Any]], max_events: int) -> list[list[Any]]:
+    # Cut at twice the bound, so that most events cost no copy.
     return events[-max_events:] if len(events) > 2 * max_events else events
 
 
@@ -61,6 +65,7 @@ def _lines(path: Path) -> list[bytes]:
             end = file.seek(0, 2)
             if end > _MOST_BYTES:
                 file.seek(max(_MOST_BYTES, end - _MOST_BYTES))
+                # The last line of the first part and the first line of the second are cut in two.
                 lines = lines[:-1] + file.read(_MOST_BYTES).splitlines()[1:]
     except OSError:
         return []

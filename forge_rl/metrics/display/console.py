@@ -122,6 +122,7 @@ class Display(Sink):
             self._starting[name] = current_time
         seconds = duration(current_time - self._starting.get(name, current_time))
         text = {"starting": "starting", "ready": f"ready in {seconds}", "failed": f"failed after {seconds}"}[state]
+        # A service that starts again gets a new bar, whose time begins at 0.
         if state != "ready":
             self.panel.remove(name)
         if state != "failed":
@@ -183,14 +184,18 @@ class Display(Sink):
         current_time, rollout, microbatches = self._clock(), status(), training()
         phase, in_phase, _ = self._phase_clock.now()
         progress = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
+        # A change of any of these is progress.
         state = (phase, self._phase_clock.since, self._changes, progress, microbatches)
         paused = self._state.pause is not None and self._state.pause.paused
+        # A run that is paused on request is not stuck.
         if state != self._moved[0] or paused:
             self._moved = state, current_time
         since = self._moved[1]
+        # The pending call is named only once there has been no progress for a while.
         text = waiting() if current_time - since >= PATIENCE_S else ""
         old_rollout, self._state.rollout = self._state.rollout, rollout
         self._state.polled_at, self._state.waiting = current_time, (text, since) if text else None
+        # Each batch has a bar of its own.
         if old_rollout is not None and (rollout is None or rollout.batch != old_rollout.batch):
             self.panel.remove("batch")
         if rollout is not None:
@@ -201,6 +206,7 @@ class Display(Sink):
             )
         else:
             self.panel.remove("update")
+        # In plain mode, a line about a long wait or else about a long rollout.
         line = ""
         if text and current_time - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
             line = f"{phase or 'run'}: waiting for {text}; {duration(current_time - since)} without progress"
@@ -219,6 +225,7 @@ class Display(Sink):
             self._state.show_answer_of(step, batch)
         for name, value in numbers.items():
             kind, _, phase = name.partition("/")
+            # A wait is normal as long as the phase has taken before; see PLAIN_PATIENCE_S.
             if kind == "seconds":
                 self._longest[phase] = max(value, self._longest.get(phase, 0.0))
         self._show_step()

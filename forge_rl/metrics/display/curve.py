@@ -57,9 +57,11 @@ class Curve:
         """Return the curve with another value."""
         points, finite = self.points, math.isfinite(value)
         point = _Point(step, 1, 1, value, value, value) if finite else _Point(step, 1, 0, 0.0, math.inf, -math.inf)
+        # The last point has room until it holds as many values as the first.
         if points and points[-1].values < points[0].values:
             points = (*points[:-1], points[-1].joined(point))
         elif len(points) == _POINTS:
+            # All points are full: neighbours are joined, which halves their number and doubles what each holds.
             pairs = zip(points[::2], points[1::2], strict=True)
             points = (*(earlier.joined(later) for earlier, later in pairs), point)
         else:

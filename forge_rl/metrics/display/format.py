@@ -20,6 +20,7 @@ def duration(seconds: float) -> str:
 
 def number(value: float) -> str:
     """Format a metric with three significant digits: `0.453`, `-2e-05`; never `-0`."""
+    # Adding 0.0 turns -0.0 into 0.0.
     return f"{value + 0.0:.3g}"
 
 

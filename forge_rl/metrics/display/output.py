@@ -32,6 +32,7 @@ class Output:
         self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
+        # Everything else, such as `isatty` and `encoding`, is the stream's.
         return getattr(self._stream, name)
 
     def _try(self, output: Callable[[], object]) -> None:

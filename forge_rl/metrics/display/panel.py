@@ -66,6 +66,7 @@ class RunPanel:
         grid = Table.grid(padding=(0, 1), expand=True)
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(ratio=1)
+        # Once a phase has begun, services that are ready need no bar.
         training = self._phase_clock.used or bool(self._state.last)
         tasks = [task for task in self._bars.tasks if not (training and task.finished and task.fields["service"])]
         for label, content in self._rows(training):

@@ -28,7 +28,7 @@ _ERRORS = ("outcomes/environment_error", "outcomes/infrastructure_error", "outco
 
 
 class Pause(Protocol):
-    """What the display asks about a pause on request."""
+    """A pause on request, as far as the display shows it."""
 
     @property
     def paused(self) -> bool: ...
@@ -62,7 +62,7 @@ class RunState:
     pause: Pause | None = None
     """The run's pause; None before the first."""
     sample: tuple[str, str] | None = None
-    """An answer of the last batch: its source, task and reward, and its text, cut."""
+    """An answer of the last batch: source, task and reward, and its shortened text."""
     warnings: int = 0
     faults: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class RunState:
             self.rewards = self.rewards.extended(step, values[REWARD])
         for name, score in held_out_scores(values).items():
             self.held_out = {**self.held_out, name: self.held_out.get(name, Curve()).extended(step, score)}
+        # Only the end of a step has its duration; values that come later are added to it.
         if step > 0 and "seconds/step" in values:
             self.step_seconds = (*self.step_seconds, values["seconds/step"])[-10:]
             self.last = dict(values)
@@ -100,7 +101,7 @@ class RunState:
         self.step = step
 
     def rollback(self, step: int) -> None:
-        """Return to an earlier step. Failed episodes after it stay counted, as they failed."""
+        """Return to an earlier step. Episodes that failed after it stay counted."""
         self.rewards = self.rewards.cut(step)
         curves = {name: curve.cut(step) for name, curve in self.held_out.items()}
         self.held_out = {name: curve for name, curve in curves.items() if curve.points}
@@ -112,6 +113,7 @@ class RunState:
             return None
         left = max(self.info.steps - self.step, 0)
         median = statistics.median(self.step_seconds)
+        # The current step is among those left; its time so far is deducted, at most a whole step.
         return median * left - min(elapsed_s, median) if left else 0.0
 
 
