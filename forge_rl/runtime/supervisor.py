@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from forge_rl.errors import ServiceError
+from forge_rl.errors import ConfigError, ServiceError
 from forge_rl.runtime.processes import is_by_signal
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.seats import Seats
@@ -241,7 +242,11 @@ class Supervisor:
         seats, cluster = self._seats, self._service.cluster
         if seats is None or index < seats.first:
             return
-        while cluster.awaited and not seats.fits(index):
+        while cluster.awaited:
+            # Taken at once, so that another replica that waits for the same room goes on waiting.
+            with contextlib.suppress(ConfigError):
+                seats.take(index)
+                return
             await cluster.change()
 
     async def _replace(self, index: int) -> bool:
