@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.run.live.knobs import Knob
 from forge_rl.run.live.settings import is_live_state, replicas_knob
 from forge_rl.run.start.elastic import ElasticHosts
-from forge_rl.runtime.cluster import THIS_HOST
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.joining import attach_host
 from forge_rl.runtime.replica import ReplicaState
@@ -117,6 +118,55 @@ async def test_hosts_that_are_gone_take_no_cores_from_one_that_joins():
         cluster.lost_hosts = lost_hosts
         await elastic_hosts._start("d", info, ("generator",), 0)
     assert joined == [12 // 3, 12 // 2]
+
+
+@pytest.mark.parametrize("state", [ReplicaState.RETIRED, ReplicaState.QUARANTINED])
+async def test_a_seat_is_freed_before_its_next_replica_takes_it(state: ReplicaState, tmp_path: Path):
+    """A service of two engines on two GPUs is scaled down and up again while the second is cleaned up."""
+    service = Service("generator", Cluster(tmp_path), Faults())
+    seats = Seats(service.cluster, ServiceHosts(gpus={THIS_HOST: ("0", "1")}), replicas=2)
+    cleaned, started = asyncio.Event(), list[tuple[int, int]]()
+
+    def spawn(index: int, state: ReplicaState) -> Any:
+        alive = state is ReplicaState.SERVING
+        return SimpleNamespace(index=index, state=state, alive=alive, serving=alive, hosts=(THIS_HOST,))
+
+    async def clean_up(_: object, calls: Any = itertools.count()) -> None:
+        if not next(calls):  # a second call leaves to the first what that has begun, and does not wait for it
+            await cleaned.wait()
+
+    async def start_one(index: int) -> None:
+        started.append((index, seats.take(index).place))
+        service.replicas[index:] = [spawn(index, ReplicaState.SERVING)]
+
+    service.processes = cast(Any, SimpleNamespace(clean_up=clean_up))
+    service.start_serving = lambda _: None  # type: ignore[method-assign]
+    supervisor = Supervisor(service, start_one, Restart(), seats=seats)
+    for index in (0, 1):
+        service.replicas.append(spawn(index, ReplicaState.SERVING))
+        service.wanted.add(index)
+        seats.take(index)
+    service.replicas[1] = spawn(1, state)
+    seats.scale(1)
+    if state is ReplicaState.RETIRED:
+        service.wanted.discard(1)
+        supervisor._on_end(service.replicas[1])
+    else:
+        supervisor.rescale()
+    await asyncio.sleep(0)
+    seats.scale(2)
+    supervisor.rescale()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    cleaned.set()
+    async with asyncio.timeout(LONG_S):
+        while not started:
+            await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert started == [(1, 1)]
+    with pytest.raises(ConfigError, match="room for another replica"):
+        seats.take(2)
 
 
 def test_bounds_that_exclude_the_start_are_refused():

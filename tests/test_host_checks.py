@@ -1,5 +1,7 @@
 """What is judged of hosts from their facts; and the doctor on real hosts."""
 
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,9 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.engines.host import HostInfo
-from forge_rl.errors import ConfigError
-from forge_rl.jobs.doctor import examine
+from forge_rl.errors import ConfigError, ReplicaError
+from forge_rl.jobs import doctor
+from forge_rl.jobs.doctor import Examination, examine
 from forge_rl.run.plan.host_checks import Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.run.start import hosts as hosts_module
 from forge_rl.runtime.host_facts import Clock, HostFacts, write_rate
@@ -119,6 +122,44 @@ async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
     assert learned.detail.startswith("logprob gap ")
     assert learned.detail.endswith("over 32 tokens")
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("failing", ["facts", "listen", "unshare"])
+async def test_a_host_that_fails_is_a_finding_and_the_others_are_examined(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[str, str]] = []
+
+    class Host:
+        """Answers the doctor as a sound host does, but for b."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
+            asked.append((self.name, method))
+            if (self.name, method) == ("b", failing):
+                raise ReplicaError(f"no answer to {method}", service="doctor")
+            if method == "answer_probe":
+                shutil.copyfile(*args)
+            answers = {"facts": GOOD, "clock": time.time(), "listen": [("::1", 1)], "reach": [("::1", 1)]}
+            answers |= {"answer_probe": "", "disk": (500 * GIB, 1e9), "fetch": 1e9, "all_reduce": 1e9}
+            return answers.get(method, {})
+
+    cluster = cast(Any, SimpleNamespace(sharing=set[str](), shares_files=lambda host: True))
+    examination = Examination(cluster=cluster, faults=cast(Any, None), folder=tmp_path, say=lambda text: None)
+    examination.replicas = {name: cast(Any, Host(name)) for name in ("local", "a", "b", "c")}
+
+    async def sound(_: Examination, host: str, __: Path) -> Finding:
+        return Finding(check="train and decode", host=host, status="ok", detail="")
+
+    monkeypatch.setattr(doctor, "_train_and_decode", sound)
+    await doctor._examine(examination, tmp_path)
+    check = {"facts": "facts", "listen": "ports", "unshare": "rdma"}[failing]
+    assert bad(examination.findings) == [(check, "b", "fail")]
+    assert asked[-1] == ("c", "speeds")
+    assert ("c", "all_reduce") in asked
+    assert ("b", "all_reduce") not in asked
 
 
 def test_a_run_goes_on_without_a_host_that_fails_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):

@@ -2,22 +2,25 @@
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from forge_rl.errors import ServiceError
-from forge_rl.runtime import host_watcher
+from forge_rl.runtime import host_logs, host_watcher
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.fork_messages import MARK
-from forge_rl.runtime.host_agent import is_marked
+from forge_rl.runtime.host_agent import Event, HostAgent, is_marked
+from forge_rl.runtime.host_logs import GatheredLogs, own_logs
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
@@ -189,6 +192,50 @@ async def test_an_agent_that_a_signal_ends_at_its_start_is_started_once_more(sig
     assert spawned == ["agent-a-0", "agent-a-1"]
     assert stopped == ["agent-a-0"]
     await watcher.close()
+
+
+async def test_quiet_reports_leave_no_tasks_and_the_next_event_ends_one_at_once() -> None:
+    agent = object.__new__(HostAgent)
+    agent._events, agent._news = deque(), asyncio.Event()
+    report = inspect.unwrap(HostAgent.__dict__["report"]._method)
+    for _ in range(3):
+        assert await report(agent, 0.001) == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    waiting = asyncio.create_task(report(agent, LONG_S))
+    await asyncio.sleep(0)
+    agent._note("s/replica-0", 7, -9)
+    assert await waiting == [("s/replica-0", 7, -9)]
+
+
+async def test_an_end_is_told_although_others_print_without_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_logs.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    logs = GatheredLogs(tmp_path / "logs")
+    ends, folder = asyncio.Event(), own_logs(logs.name)
+    for name in ("noisy.log", "quiet.log"):
+        logs.expect("a", name)
+    (folder / "quiet.log").write_text("RuntimeError: the cause\n")
+
+    async def new_output(name: str, offsets: dict[str, int]) -> dict[str, bytes]:
+        with (folder / "noisy.log").open("ab") as file:
+            file.write(bytes(host_logs.MOST_BYTES))
+        return host_logs.new_output(name, offsets)
+
+    async def report(_: float) -> list[Event]:
+        return [Event("s/replica-0", 7, -9)]
+
+    watcher = HostWatcher("a", cast(Any, SimpleNamespace(lost_hosts={}, heard={})), logs=logs)
+    watcher._agent = SimpleNamespace(
+        report=SimpleNamespace(call_one=report), new_output=SimpleNamespace(call_one=new_output)
+    )
+    watcher._watched["s/replica-0"] = cast(Any, SimpleNamespace(on_end=lambda *_: ends.set()))
+    polling = asyncio.create_task(watcher._poll())
+    async with asyncio.timeout(LONG_S / 10):
+        await ends.wait()
+    assert (tmp_path / "logs" / "quiet.log").read_text() == "RuntimeError: the cause\n", "it is known by then"
+    polling.cancel()
 
 
 async def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

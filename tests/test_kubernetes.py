@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import pytest
 pytest.importorskip("kubernetes")
 
 from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.jobs import pods as pods_module
 from forge_rl.jobs.kubernetes import KubernetesHosts
 from forge_rl.jobs.manifests import merge, quantity_bytes
 from forge_rl.jobs.pods import PodState, judge
@@ -150,6 +152,27 @@ def test_a_pod_waits_for_a_reason_and_every_end_of_it_is_a_dead_host():
         found = judge(pod)
         assert (found.phase, found.reason) == (phase, reason), pod
     assert judge(pod_of("Running", **ready)) == PodState(phase="ready", address="10.0.0.1")
+
+
+def test_pods_are_followed_further_after_an_answer_that_is_not_as_documented(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pods_module, "_RETRY_S", 0.01)
+    followed = pods_module.Pods(cast(Any, None), namespace="default", run="grpo")
+    problems, answers, ended = list[str](), iter([{}, {"version": "1"}]), threading.Event()
+
+    def list_pods() -> tuple[dict[str, Any], str]:
+        if (answer := next(answers, None)) is None:
+            ended.set()
+            raise InfrastructureError("the end")
+        return {}, answer["version"]
+
+    monkeypatch.setattr(followed, "_list", list_pods)
+    monkeypatch.setattr(followed, "_changes", lambda **_: 1 / 0)
+    end = followed.follow(lambda *_: None, problems.append)
+    try:
+        assert ended.wait(30)
+    finally:
+        end()
+    assert problems[:2] == ["KeyError('version')", "ZeroDivisionError('division by zero')"]
 
 
 @pytest.mark.processes

@@ -122,6 +122,7 @@ def test_a_child_that_runs_has_no_exit_status():
         (3, "its process exited with status 3"),
         (-9, "its process was killed by SIGKILL (manually, or by the kernel when out of memory)"),
         (-11, "its process was ended by SIGSEGV"),
+        (-40, "its process was ended by SIG40"),
         (71, "its engine died"),
     ],
 )

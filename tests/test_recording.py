@@ -214,16 +214,20 @@ def test_a_file_whose_columns_contradict_each_other_is_refused(tmp_path: Path) -
         changed = table.set_column(at, table.schema.field(at), pa.array([value], table.schema.field(at).type))
         pq.write_table(changed, path)
 
-    for name, value in {
-        "logprobs": [0.0],
-        "trained": [True],
-        "context_ids": [[1]],
-        "truth": "[" * 100_000,
-        "task_messages": '"text"',
-        "outcome": "won",
-        "kind": "kept",
-        "turns": [],
-    }.items():
+    for name, value in [
+        ("logprobs", [0.0]),
+        ("trained", [True]),
+        ("context_ids", [[1]]),
+        ("truth", "[" * 100_000),
+        ("task_messages", '"text"'),
+        ("outcome", "won"),
+        ("kind", "kept"),
+        ("turns", []),
+        ("versions", None),
+        ("context_ids", [None]),
+        ("logprobs", [None] * len(table["logprobs"][0])),
+        ("values", None),
+    ]:
         with_column(name, value)
         with pytest.raises(ForgeError, match="cannot be read"):
             EpisodeFile(path)[0]

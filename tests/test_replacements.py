@@ -17,7 +17,7 @@ from forge_rl.run.start.replacements import Replacements
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import ReplicaSize, Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
@@ -214,6 +214,23 @@ async def test_a_replica_without_a_place_waits_for_a_host_that_was_asked_for(tmp
         await run.settle()
         assert waiting.done()
         assert seats.take(0).host == "a.1"
+
+
+async def test_a_replica_on_two_hosts_waits_for_either_of_them_and_takes_the_room_that_it_waited_for(tmp_path: Path):
+    async with asking(tmp_path, 1) as run:
+        hosts = ServiceHosts(names=("a", "b"), gpus={"a": ("0",), "b": ("0",)})
+        seats = Seats(run.cluster, hosts, ReplicaSize(hosts=2))
+        supervisor = Supervisor(Service("generator", run.cluster, Faults()), cast(Any, None), Restart(), seats=seats)
+        seats.take(0)
+        run.cluster.lose("b", "killed")
+        tasks = [asyncio.create_task(supervisor._host_for(index)) for index in (0, 1)]
+        await run.settle()
+        assert not any(task.done() for task in tasks)
+        seats.add("b.1", ("0",), 1)
+        await run.settle()
+        assert [task.done() for task in tasks] == [True, False], "there is room for one"
+        assert {part.host for part in seats.take(0).parts} == {"a", "b.1"}
+        tasks[1].cancel()
 
 
 def test_no_host_can_be_asked_for_into_a_private_network():

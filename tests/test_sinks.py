@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -219,6 +220,28 @@ def test_an_amendment_that_a_kill_tore_is_finished_at_the_next_start(
     assert [row["step"] for row in rows(path)] == [1, 2, 3]
     assert rows(path)[1].get("held_out") == (0.5 if amended else None)
     assert rows(path)[0] == {"step": 1, "loss": 1.0}
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("late_step", [49, 50])
+@pytest.mark.parametrize(("first", "room"), [("row", 24), ("late values", 5)])
+def test_a_disk_that_is_full_for_a_while_tears_no_line(tmp_path: Path, first: str, room: int, late_step: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = write_steps(path, range(1, 51))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write"):
+            sink.log(51, {"loss": 1.0}) if first == "row" else sink.log(late_step, {"held_out": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if first == "row":
+        sink.log(late_step, {"held_out": 0.5})
+    sink.log(52, {"loss": 1.0})
+    sink.close()
+    write_steps(path, range(53, 54), resume_from=52)
+    assert [row["step"] for row in rows(path)] == [*range(1, 51), 52, 53]
+    assert {row["step"] for row in rows(path) if row.get("held_out") == 0.5} == {late_step}
     assert not list(tmp_path.glob(".*"))
 
 

@@ -1,5 +1,6 @@
 """`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -10,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.jobs import launched
 from forge_rl.jobs.allocation import AllocationJob
 from forge_rl.jobs.slurm import SlurmJob
 from forge_rl.jobs.slurm_queue import JobState
@@ -21,6 +24,7 @@ from forge_rl.jobs.slurm_script import host_script, hosts_name
 from forge_rl.run.live.attach import attach
 from forge_rl.runtime.addresses import is_trusted, own_address, url
 from forge_rl.runtime.job_flag import build_job
+from forge_rl.runtime.job_protocol import JobListener
 from tests.commands import Command, tiny_run
 from tests.conftest import started_processes
 from tests.slurm.cluster import SlurmCluster, missing, slurm_cluster
@@ -75,6 +79,24 @@ def patient(commands: list[Command], out: Path, *flags: str, job: str = "slurm:n
     command = Command("tests.slurm.patient", "--out", str(out), "--job", job, *flags)
     commands.append(command)
     return command
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_host_that_does_not_listen_is_named(ended: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launched, "_START_S", 0.01)
+    hosts = [launched.LaunchedHost(name, cast(Any, None), asyncio.get_running_loop().create_future()) for name in "abc"]
+    hosts[0].address.set_result("tcp://[::1]:1")
+    hosts[1].last_lines.append("still importing")
+    if ended:
+        hosts[2].address.set_exception(InfrastructureError("host c did not start"))
+    problem = "host c did not start" if ended else "host b does not listen after 0 s: still importing"
+    with pytest.raises(InfrastructureError, match=problem):
+        await launched._addresses(hosts, JobListener(say=lambda _: None))
+    if not ended:
+        for host in hosts[1:]:
+            host.address.set_result("tcp://[::1]:2")
+        addresses = await launched._addresses(hosts, JobListener(say=lambda _: None))
+        assert addresses == {"a": "tcp://[::1]:1", "b": "tcp://[::1]:2", "c": "tcp://[::1]:2"}
 
 
 def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):

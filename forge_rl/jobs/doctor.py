@@ -9,7 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_rl.engines.factory import decode_environment, train_environment
 from forge_rl.errors import ForgeError
@@ -17,7 +17,7 @@ from forge_rl.jobs.host_check_actors import DecodeCheckActor, HostCheckActor, Tr
 from forge_rl.run.plan.host_checks import Finding, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.host_facts import Clock, HostFacts
+from forge_rl.runtime.host_facts import HostFacts
 from forge_rl.runtime.job_protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
@@ -35,6 +35,7 @@ _MOVED = 64 << 20
 _SERVICE = "doctor"
 
 Ask = Callable[[str], Awaitable[Finding]]
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -69,6 +70,17 @@ class Examination:
         async with task_group() as group:
             for hosts in machines.values():
                 group.create_task(one_machine(hosts))
+
+    async def answers(self, check: str, ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+        """Ask all hosts, one after another; one that fails is a finding, and is asked nothing more."""
+        answers: dict[str, T] = {}
+        for host in list(self.replicas):
+            try:
+                answers[host] = await ask(host)
+            except ForgeError as error:
+                self.findings.append(_failure(check, host, error))
+                del self.replicas[host]
+        return answers
 
     async def call(self, host: str, method: str, *args: object) -> Any:
         """Call the process on a host."""
@@ -112,12 +124,12 @@ async def examine(
 
 
 async def _examine(examination: Examination, model: Path | None) -> None:
-    clocks: dict[str, Clock] = {}
-    for host, replica in examination.replicas.items():
-        examination.facts[host], clock = await ask_facts(replica, deadline_s=_CALL_S)
-        # The controller's own clock is the reference.
-        if host != THIS_HOST:
-            clocks[host] = clock
+    answers = await examination.answers("facts", lambda host: ask_facts(examination.replicas[host], deadline_s=_CALL_S))
+    if not answers:
+        return
+    examination.facts |= {host: facts for host, (facts, _) in answers.items()}
+    # The controller's own clock is the reference.
+    clocks = {host: clock for host, (_, clock) in answers.items() if host != THIS_HOST}
     examination.findings += judge_facts(examination.facts, clocks)
     await examination.each("run folder", lambda host: _folder(examination, host))
     if model is None:
@@ -188,13 +200,13 @@ async def _disk(examination: Examination, host: str) -> Finding:
 
 async def _network(examination: Examination) -> None:
     """Try connections and bandwidth from each host to the next one, and between all."""
-    hosts = list(examination.replicas)
-    if len(hosts) < 2:
+    if len(examination.replicas) < 2:
         return
     # Hosts that are simulated on one machine reach each other over loopback.
     same_machine = len({facts.space for facts in examination.facts.values()}) == 1
-    neighbours = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-    places = {host: await examination.call(host, "listen", same_machine) for host in hosts}
+    places = await examination.answers("ports", lambda host: examination.call(host, "listen", same_machine))
+    hosts = list(places)
+    neighbours = dict(zip(hosts, [*hosts[1:], *hosts[:1]], strict=True))
     reached_addresses: dict[str, list[tuple[str, int]]] = {}
 
     async def connect(host: str) -> Finding:
@@ -217,16 +229,18 @@ async def _network(examination: Examination) -> None:
 
     await examination.each("ports", connect)
     await examination.each("rdma", fetch)
-    for host in hosts:
-        await examination.call(host, "unshare")
-    # The collective needs an address at which every host can reach the first one.
+    await examination.answers("rdma", lambda host: examination.call(host, "unshare"))
+    # The collective needs the first host, and an address at which every other can reach it.
+    living_hosts = [host for host in hosts if host in examination.replicas]
+    if len(living_hosts) < 2 or living_hosts[0] != hosts[0]:
+        return
     common = [
         place
-        for place in reached_addresses.get(hosts[-1], [])
+        for place in reached_addresses.get(living_hosts[-1], [])
         if all(place in addresses for addresses in reached_addresses.values())
     ]
     if common:
-        await _collective(examination, hosts, common[0])
+        await _collective(examination, living_hosts, common[0])
 
 
 async def _collective(examination: Examination, hosts: list[str], place: tuple[str, int]) -> None:
@@ -290,8 +304,12 @@ async def _judged(check: str, host: str, check_result: Awaitable[Finding]) -> Fi
     try:
         return await check_result
     except ForgeError as error:
-        hint = error.hint or "leave the host out, or see what else runs there"
-        return Finding(check=check, host=host, status="fail", detail=_line(error), hint=hint)
+        return _failure(check, host, error)
+
+
+def _failure(check: str, host: str, error: ForgeError) -> Finding:
+    hint = error.hint or "leave the host out, or see what else runs there"
+    return Finding(check=check, host=host, status="fail", detail=_line(error), hint=hint)
 
 
 def _line(error: ForgeError) -> str:

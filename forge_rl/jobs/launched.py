@@ -179,19 +179,22 @@ async def launch_host(name: str, command: Sequence[str], env: Mapping[str, str])
 
 
 async def _addresses(hosts: Sequence[LaunchedHost], listener: JobListener) -> dict[str, str]:
-    """Wait until all hosts listen."""
+    """Wait until all hosts listen, and return their addresses by name.
+
+    Raises:
+        InfrastructureError: a host has ended, or does not listen in time; quotes its last lines.
+    """
     listener.say(f"starting {len(hosts)} host{'s' * (len(hosts) > 1)}: {', '.join(host.name for host in hosts)}")
-    try:
-        async with asyncio.timeout(_START_S):
-            addresses = await asyncio.gather(*(host.address for host in hosts))
-    except TimeoutError:
-        late = next(host for host in hosts if not host.address.done())
+    await asyncio.wait([host.address for host in hosts], timeout=_START_S, return_when=asyncio.FIRST_EXCEPTION)
+    # A host that has ended comes before one that is late.
+    addresses = {host.name: host.address.result() for host in hosts if host.address.done()}
+    if late := next((host for host in hosts if host.name not in addresses), None):
         output = " | ".join(list(late.last_lines)[-3:])
         raise InfrastructureError(
             f"host {late.name} does not listen after {_START_S:.0f} s{': ' if output else ''}{output}",
             hint="check that its Python environment is the controller's, and that it is not overloaded",
-        ) from None
-    return dict(zip((host.name for host in hosts), addresses, strict=True))
+        )
+    return addresses
 
 
 def listen_on(ip: str) -> None:

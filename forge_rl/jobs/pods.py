@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.errors import ConfigError, ForgeError, InfrastructureError
 from forge_rl.jobs.manifests import HOST_LABEL, RUN_LABEL, Manifest
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class Pods:
         """Call `tell` in a thread with each host's state now and whenever it changes.
 
         Args:
-            trouble: called with the problem if the API does not answer; it is then asked again.
+            trouble: called with the problem if the API does not answer, or not as documented; it is then asked again.
 
         Returns:
             A function that stops it.
@@ -306,9 +306,11 @@ class Pods:
             while not stop_event.is_set():
                 try:
                     once()
-                except (ConfigError, InfrastructureError) as error:
+                except (
+                    Exception
+                ) as error:  # answers that are not as documented too: without this thread, no end is seen
                     if not stop_event.is_set():
-                        trouble(error.message)
+                        trouble(error.message if isinstance(error, ForgeError) else repr(error)[:_MOST_WORDS])
                         # A pause that `end` cuts short.
                         stop_event.wait(_RETRY_S)
 

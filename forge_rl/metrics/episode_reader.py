@@ -145,10 +145,16 @@ _ARRAYS = ("context_ids", "logprobs", "versions", *_OPTIONAL)
 
 
 def _values(values: Any) -> Any:
-    """Return a list as an array, or a list of lists as arrays."""
+    """Return a list as an array, or a list of lists as arrays.
+
+    Raises:
+        ValueError: it is null, or holds a null.
+    """
     inner = values.values
+    # Null numbers would become NaN, and null lists None.
+    _check(inner is not None and not inner.null_count, "an array is null")
     if hasattr(inner, "offsets"):
-        return [element.values.to_numpy(zero_copy_only=False) for element in inner]
+        return [_values(element) for element in inner]
     return inner.to_numpy(zero_copy_only=False)
 
 

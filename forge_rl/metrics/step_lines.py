@@ -61,6 +61,7 @@ class StepLines:
         """Drop the lines after a step. If the file cannot be read, the next row does this first."""
         # Due until the file has been cut: if that fails, the next row does it first.
         self._due, end, last = step, 0, -1
+        self._finish_amendment()
         with reading(self._path):
             size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
         # Backwards, so that this takes as long as the lines to drop, however long the file is.
@@ -73,9 +74,11 @@ class StepLines:
         self._due, self._end, self.step = None, end, last
 
     def _catch_up(self) -> None:
-        """Roll back, if an earlier call could not."""
+        """Finish the amendment and the rollback that an earlier call could not."""
         if self._due is not None:
             self.rollback(self._due)
+        else:
+            self._finish_amendment()
 
     def rows(self) -> Iterator[Row]:
         """Yield the file's rows."""
@@ -107,11 +110,14 @@ class StepLines:
             # Written again behind the amended line.
             later_lines.append(line)
         tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
+        # The journal fits no file with the rest of a line that a full disk has torn.
+        append_bytes(self._path, b"", end=self._end)
         # First the journal, then the file: if the process dies in between, `check` completes the amendment.
         with writing(self._path):
             self._journal.write_bytes(b"%d %d %d\n" % (start, self._end, len(tail)) + tail)
-        self._finish_amendment()
+        # Before the file is written: if the disk is full, the next call completes the amendment and goes on from there.
         self._end = start + len(tail)
+        self._finish_amendment()
 
     def _finish_amendment(self) -> None:
         """Write what the journal holds, if it is whole and the file was not written to since."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import check_flags
+from forge_rl.runtime.processes import signal_name
 from forge_rl.system.supervised import supervised
 from forge_rl.system.tasks import TaskGroup
 from forge_rl.system.variables import handed_on
@@ -66,7 +66,7 @@ class CommandResult:
             return ""
         last = next((line for line in reversed(self.errors.splitlines()) if line.strip()), "it printed no error")
         if self.status < 0:
-            name = signal.Signals(-self.status).name
+            name = signal_name(-self.status)
             why = " (its CPU time limit)" if name == "SIGXCPU" else ""
             return f"was ended by {name}{why}: {last}"
         return f"ended with status {self.status}: {last}"

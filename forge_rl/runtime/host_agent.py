@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -79,7 +80,9 @@ class HostAgent(Actor):
         """Return the events since the last report; if there are none, wait for one, at most this long."""
         if not self._events:
             self._news.clear()
-            await asyncio.wait([asyncio.ensure_future(self._news.wait())], timeout=wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
         events = list(self._events)
         self._events.clear()
         return events

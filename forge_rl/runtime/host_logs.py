@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 """Maximum bytes of logs in one answer."""
 
 
@@ -37,8 +38,9 @@ def new_output(name: str, offsets: Mapping[str, int]) -> dict[str, bytes]:
         name: see `own_logs`.
         offsets: bytes of each log that earlier calls returned.
     """
-    output, room = dict[str, bytes](), _MOST_BYTES
-    for log, begin in offsets.items():
+    output, room = dict[str, bytes](), MOST_BYTES
+    # Logs with the least output first, so that one that grows without pause does not hold up the others.
+    for log, begin in sorted(offsets.items(), key=operator.itemgetter(1)):
         with contextlib.suppress(FileNotFoundError), (own_logs(name) / log).open("rb") as file:
             file.seek(begin)
             if data := file.read(room):

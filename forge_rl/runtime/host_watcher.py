@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_rl.errors import ForgeError, ServiceError
 from forge_rl.runtime.fork_messages import MARK
-from forge_rl.runtime.host_logs import GatheredLogs
+from forge_rl.runtime.host_logs import MOST_BYTES, GatheredLogs
 from forge_rl.runtime.processes import cause_of, is_by_signal
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _LATELY_S = 2.0
 """Seconds within which a host that is not silent answers at least once."""
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
+_MOST_ANSWERS = 16
+"""Maximum number of answers with output, a megabyte each, between two reports."""
 _CALL_S = 10.0
 _LAST_CALL_S = 3.0
 _START_S = 120.0
@@ -135,7 +137,7 @@ class HostWatcher:
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
     async def _take_output(self, *, deadline_s: float = _CALL_S) -> None:
-        """Fetch everything that the host's processes have printed so far.
+        """Fetch what the host's processes have printed so far, in at most `_MOST_ANSWERS` answers.
 
         Raises:
             ServiceError: the agent does not answer, or died.
@@ -143,10 +145,12 @@ class HostWatcher:
         if self._logs is None:
             return
         async with self._taking:
-            output = dict[str, bytes]()
-            # An answer has a megabyte at most, so this asks until nothing new has been printed.
-            while offsets := await asyncio.to_thread(self._logs.take, self._host, output):
-                if not (output := await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)):
+            offsets = await asyncio.to_thread(self._logs.take, self._host, {})
+            # Bounded, as processes can print faster than this fetches, and their ends are handled only afterwards.
+            for _ in range(_MOST_ANSWERS if offsets else 0):
+                output = await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)
+                offsets = await asyncio.to_thread(self._logs.take, self._host, output)
+                if sum(map(len, output.values())) < MOST_BYTES:  # all that there was
                     return
 
     async def close(self) -> None:

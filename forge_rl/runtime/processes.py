@@ -273,8 +273,16 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
     if status == -9:
         return "its process was killed by SIGKILL (manually, or by the kernel when out of memory)"
     if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}"
+        return f"its process was ended by {signal_name(-status)}"
     return (meanings or {}).get(status, f"its process exited with status {status}")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal: SIGTERM, or SIG40 for a real-time signal, most of which have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
 
 
 def is_by_signal(cause: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -154,18 +153,8 @@ class Seats:
             room -= 1
         return room
 
-    def fits(self, index: int) -> bool:
-        """Return whether `take` finds a seat."""
-        seat = self._taken.get(index)
-        if seat is not None and _stays(seat.host, self._cluster):
-            return True
-        with contextlib.suppress(ConfigError):
-            self._free()
-            return True
-        return False
-
     def take(self, index: int) -> Seat:
-        """Return the seat of the replica with an index: its own as long as the host lives, else a free one.
+        """Return the seat of the replica with an index: its own as long as its hosts live, else a free one.
 
         Raises:
             ConfigError: no host is left, or none has enough free GPUs.

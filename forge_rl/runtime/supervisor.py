@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from forge_rl.errors import ServiceError
+from forge_rl.errors import ConfigError, ServiceError
 from forge_rl.runtime.processes import is_by_signal
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.seats import Seats
@@ -90,6 +91,8 @@ class Supervisor:
         self._sleep = sleep
         self._deaths: dict[int, int] = defaultdict(int)
         """Consecutive deaths by index."""
+        self._removals: dict[int, asyncio.Task[None]] = {}
+        """Tasks that clean up after dismissed replicas, by index."""
         self._answered = False
         self._causes: set[str] = set()
         """Causes of death so far."""
@@ -158,7 +161,7 @@ class Supervisor:
         service, index = self._service, replica.index
         if replica.state is ReplicaState.RETIRED:
             if index not in service.wanted:
-                service.in_background(self._remove(index), index, "it cannot be stopped")
+                self._begin_removal(index)
             elif not service.faults.closing:
                 service.begin_start(index, self._start_more)
         elif index not in service.starting:  # else it died while starting
@@ -181,13 +184,18 @@ class Supervisor:
             start_task.cancel()
         if replica is not None and replica.serving:
             self._retire_later(replica)
-        else:
-            self._service.in_background(self._remove(index, start_task), index, "it cannot be stopped")
+        elif index not in self._removals:  # else its start still waits for the removal, and no replica is left
+            self._begin_removal(index, start_task)
 
     def _retire_later(self, replica: Replica) -> None:
         """Route no more work to a replica, and stop it once its work is done."""
         replica.ends_by = replica.clock() + _RETIRED_S
         self._service.set_state(replica, ReplicaState.RETIRED)
+
+    def _begin_removal(self, index: int, start_task: asyncio.Task[None] | None = None) -> None:
+        """Clean up after the dismissed replica of an index in the background; until then, no other is started there."""
+        removal = self._remove(index, start_task)
+        self._removals[index] = self._service.in_background(removal, index, "it cannot be stopped")
 
     async def _remove(self, index: int, start_task: asyncio.Task[None] | None = None) -> None:
         """Clean up after a dismissed replica, or one that was still starting."""
@@ -201,10 +209,14 @@ class Supervisor:
             await self._service.processes.clean_up(replica)
         if self._seats is not None:
             self._seats.free(index)
+        del self._removals[index]
         self.rescale()  # another replica may have been waiting for the seat
 
     async def _start_more(self, index: int) -> None:
         """Start a replica at an index that has none, or a retired one."""
+        # A removal frees the seat at its end, which must not be the new replica's.
+        if (removal := self._removals.get(index)) is not None:
+            await asyncio.wait([removal])
         if (old_replica := self._service.at(index)) is not None:
             await self._service.processes.clean_up(old_replica)
         if await self._replace(index):
@@ -241,7 +253,11 @@ class Supervisor:
         seats, cluster = self._seats, self._service.cluster
         if seats is None or index < seats.first:
             return
-        while cluster.awaited and not seats.fits(index):
+        while cluster.awaited:
+            # Taken at once, so that another replica that waits for the same room goes on waiting.
+            with contextlib.suppress(ConfigError):
+                seats.take(index)
+                return
             await cluster.change()
 
     async def _replace(self, index: int) -> bool:
