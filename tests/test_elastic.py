@@ -125,19 +125,22 @@ async def test_a_seat_is_freed_before_its_next_replica_takes_it(state: ReplicaSt
     """A service of two engines on two GPUs is scaled down and up again while the second is cleaned up."""
     service = Service("generator", Cluster(tmp_path), Faults())
     seats = Seats(service.cluster, ServiceHosts(gpus={THIS_HOST: ("0", "1")}), replicas=2)
-    cleaned, started = asyncio.Event(), list[tuple[int, int]]()
+    cleaned, is_started, started = asyncio.Event(), asyncio.Event(), list[tuple[int, int]]()
 
     def spawn(index: int, state: ReplicaState) -> Any:
         alive = state is ReplicaState.SERVING
         return SimpleNamespace(index=index, state=state, alive=alive, serving=alive, hosts=(THIS_HOST,))
 
-    async def clean_up(_: object, calls: Any = itertools.count()) -> None:
+    calls = itertools.count()
+
+    async def clean_up(_: object) -> None:
         if not next(calls):  # a second call leaves to the first what that has begun, and does not wait for it
             await cleaned.wait()
 
     async def start_one(index: int) -> None:
         started.append((index, seats.take(index).place))
         service.replicas[index:] = [spawn(index, ReplicaState.SERVING)]
+        is_started.set()
 
     service.processes = cast(Any, SimpleNamespace(clean_up=clean_up))
     service.start_serving = lambda _: None  # type: ignore[method-assign]
@@ -160,8 +163,7 @@ async def test_a_seat_is_freed_before_its_next_replica_takes_it(state: ReplicaSt
         await asyncio.sleep(0)
     cleaned.set()
     async with asyncio.timeout(LONG_S):
-        while not started:
-            await asyncio.sleep(0)
+        await is_started.wait()
     for _ in range(20):
         await asyncio.sleep(0)
     assert started == [(1, 1)]
