@@ -61,7 +61,9 @@ def test_the_limit_of_a_job_counts_for_its_processes(
         folder.mkdir(parents=True)
         (folder / limit).write_text(limit_text)
         (folder / used).write_text(str(used_bytes))
-        (folder / "memory.stat").write_text("inactive_file 100\n")
+        # Version 1 has the group's own cache and, with a prefix, that of all below it, too.
+        cache = "inactive_file 1\ntotal_inactive_file 100\n" if version else "inactive_file 100\n"
+        (folder / "memory.stat").write_text(cache)
     assert (host_bytes(), available_bytes()) == (4000, 4000 - 800)
     (folder.parent / limit).write_text("max")
     assert (host_bytes(), available_bytes()) == (5000, 5000 - 900)

@@ -22,6 +22,7 @@ from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
 from forge_rl.run.checkpoints.files import Checkpoints
+from forge_rl.run.records import run_dir
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
 from forge_rl.run.start.checks import check_disk
 from forge_rl.services.generator_config import GeneratorConfig
@@ -281,7 +282,21 @@ def test_files_of_one_name_have_a_digest_each(tmp_path: Path) -> None:
     first_digests = digests()
     assert set(first_digests) == {"maths/a/rubric.md", "code/a/rubric.md", "notes.md"}
     (tmp_path / paths[0]).write_text("edited")
-    assert {name for name, digest in digests().items() if digest != first_digests[name]} == {"maths/a/rubric.md"}
+    edited_digests = digests()
+    assert {name for name in edited_digests if edited_digests[name] != first_digests[name]} == {"maths/a/rubric.md"}
+    # A path with .. is the same file.
+    paths = ["maths/a/rubric.md", "code/../maths/a/rubric.md", "code/a/rubric.md", "code/notes.md"]
+    assert digests() == edited_digests
+
+
+def test_an_edit_is_seen_where_files_of_the_same_name_come_and_go() -> None:
+    old_code = {"r.md": "1", "a/s.md": "2", "b/s.md": "3"}
+    assert not run_dir._is_edited("x/r.md", {"x/r.md": "1", "y/r.md": "4"}, old_code)
+    assert not run_dir._is_edited("y/r.md", {"x/r.md": "1", "y/r.md": "4"}, old_code), "it is new"
+    assert run_dir._is_edited("x/r.md", {"x/r.md": "5", "y/r.md": "4"}, old_code)
+    assert not run_dir._is_edited("s.md", {"s.md": "3"}, old_code)
+    assert run_dir._is_edited("s.md", {"s.md": "6"}, old_code)
+    assert not run_dir._is_edited("t.md", {"t.md": "7"}, old_code), "it is new"
 
 
 def test_a_new_folder_says_which_run_is_there_and_how_to_extend_it(

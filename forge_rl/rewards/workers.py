@@ -200,9 +200,12 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, float(deadline_s) + 1)
         try:
             answer = {"result": call(*arguments)}
-        except (MemoryError, RecursionError):
-            # The limits are exceeded by the answer, which must not escape its score by an error.
+        except RecursionError:
+            # The answer is too deep, and must not escape its score by an error.
             answer = {"result": None}
+        except MemoryError:
+            # Answers before this one may have used the memory; the last try is in a new process.
+            os._exit(1)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,8 +137,8 @@ class HostWatcher:
             with contextlib.suppress(ForgeError):  # they end with their host or, orphaned, after a minute
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
-    async def _take_output(self, *, deadline_s: float = _CALL_S) -> None:
-        """Fetch what the host's processes have printed so far, in at most `_MOST_ANSWERS` answers.
+    async def _take_output(self, *, deadline_s: float = _CALL_S, max_answers: int = _MOST_ANSWERS) -> None:
+        """Fetch what the host's processes have printed so far, in at most so many answers.
 
         Raises:
             ServiceError: the agent does not answer, or died.
@@ -147,7 +148,7 @@ class HostWatcher:
         async with self._taking:
             offsets = await asyncio.to_thread(self._logs.take, self._host, {})
             # Bounded, as processes can print faster than this fetches, and their ends are handled only afterwards.
-            for _ in range(_MOST_ANSWERS if offsets else 0):
+            for _ in range(max_answers if offsets else 0):
                 output = await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)
                 offsets = await asyncio.to_thread(self._logs.take, self._host, output)
                 if sum(map(len, output.values())) < MOST_BYTES:  # all that there was
@@ -156,8 +157,10 @@ class HostWatcher:
     async def close(self) -> None:
         """Stop watching; the cluster stops the agent."""
         if self._polling is not None and not self._polling.done() and self._host not in self._cluster.lost_hosts:
-            with contextlib.suppress(ForgeError):
-                await self._take_output(deadline_s=_LAST_CALL_S)
+            # The tail of a log says how its process ended, so all of it is fetched if there is time.
+            with contextlib.suppress(ForgeError, TimeoutError):
+                async with asyncio.timeout(_LAST_CALL_S):
+                    await self._take_output(deadline_s=_LAST_CALL_S, max_answers=sys.maxsize)
         tasks = [*self._telling, *([self._polling] if self._polling is not None else [])]
         for task in tasks:
             task.cancel()

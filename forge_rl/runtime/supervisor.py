@@ -161,7 +161,8 @@ class Supervisor:
         service, index = self._service, replica.index
         if replica.state is ReplicaState.RETIRED:
             if index not in service.wanted:
-                self._begin_removal(index)
+                if index not in self._removals:  # else it died while being removed
+                    self._begin_removal(index)
             elif not service.faults.closing:
                 service.begin_start(index, self._start_more)
         elif index not in service.starting:  # else it died while starting

@@ -154,7 +154,8 @@ class Teachers:
                     group.create_task(start_one(number, name, folder))
             return cls(config.by_source, await policy, generators, warn)
         except BaseException:
-            await asyncio.gather(*(generator.stop() for generator in generators.values()))
+            stops = (generator.stop() for generator in generators.values())
+            await asyncio.gather(*stops, return_exceptions=True)  # what failed first is raised
             raise
 
     def of(self, source: str) -> Generator:

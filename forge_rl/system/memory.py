@@ -38,7 +38,8 @@ def _cgroups() -> Iterator[tuple[int, int]]:
             folder = _CGROUP / version / ancestor
             with contextlib.suppress(OSError, ValueError):  # not there, or "max"
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                cached_bytes = sum(int(stat.get(name, 0)) for name in _CACHES)
+                # In version 1, names without the prefix leave out the groups below, which the use includes.
+                cached_bytes = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in _CACHES)
                 usage = int((folder / usage_file).read_text()) - cached_bytes
                 yield int((folder / limit_file).read_text()), usage
 

@@ -90,6 +90,7 @@ class ContainerSession(CodeSession):
         self._hidden = hidden
         self._session = session
         self._opening = asyncio.Lock()
+        self._opener: asyncio.Task[DurableSession | RentedSession] | None = None
         self._place = place_of(
             container.reference, container.limits, store=container.store, provider=container.provider
         )
@@ -125,7 +126,17 @@ class ContainerSession(CodeSession):
         async with self._opening:
             if self._is_spent:
                 return None
-            session = self._session or await self._open()
+            if self._session is None:
+                self._opener = asyncio.ensure_future(self._open())
+                try:
+                    await self._opener
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is not None and not task.cancelling():  # `close` cut off the opening alone
+                        return None
+                    raise
+            session = self._session
+            assert session is not None
         container = self._container
         result = await session.run(
             command,
@@ -158,9 +169,11 @@ class ContainerSession(CodeSession):
 
     async def close(self) -> None:
         """End the session."""
-        # The command of an agent that was killed may still open it.
+        self._is_spent = True
+        # The command of an agent that was killed may still wait for an image.
+        if self._opener is not None:
+            self._opener.cancel()
         async with self._opening:
-            self._is_spent = True
             try:
                 if self._session is not None:
                     await self._session.close()

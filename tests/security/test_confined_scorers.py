@@ -250,3 +250,13 @@ def exhausts(limit: str) -> int:
 async def test_an_answer_that_exceeds_the_limits_is_wrong_and_not_unscored():
     workers = Workers(__name__, "exhausts", processes=1, deadline_s=30.0)
     assert [await workers("memory"), await workers("depth")] == [None, None]
+
+
+def keeps(kept: list[bytearray] = []) -> int:  # noqa: B006
+    kept.append(bytearray(1 << 30))  # its pages are never written
+    return len(kept)
+
+
+async def test_memory_that_earlier_answers_took_costs_no_later_one() -> None:
+    workers = Workers(__name__, "keeps", processes=1, deadline_s=30.0)
+    assert None not in [await workers() for _ in range(6)]

@@ -174,8 +174,12 @@ class EngineAdapters:
             )
         # At once: a request that begins while the workers drop one must not get another.
         loaded_versions, self._versions = self._versions, []
-        for loaded in loaded_versions:
-            await self._retire(loaded)
+        try:
+            while loaded_versions:
+                await self._retire(loaded_versions[0])
+                del loaded_versions[0]
+        finally:
+            self._versions[:0] = loaded_versions  # those that workers still have, after an error
 
     @property
     def num_versions(self) -> int:

@@ -222,7 +222,7 @@ def code_digests(*objects: object) -> dict[str, str]:
     digests, file_digests, models = dict[str, str](), dict[Path, str](), 0
     for value in itertools.chain.from_iterable(map(_held, objects)):
         for path in getattr(value, "files", ()):
-            file_digests[path.absolute()] = file_digest(path)
+            file_digests[Path(os.path.abspath(path))] = file_digest(path)
         if (folder := getattr(value, "model_folder", None)) is not None:
             models += 1
             digests |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
@@ -235,7 +235,7 @@ def code_digests(*objects: object) -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = [part for part in node.body if not _is_docstring(part)]
-        file_digests[path.absolute()] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+        file_digests[Path(os.path.abspath(path))] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
     return digests | {_short_name(path, file_digests): digest for path, digest in file_digests.items()}
 
 
@@ -245,6 +245,21 @@ def _short_name(path: Path, paths: Iterable[Path]) -> str:
     while any(path.parts[-length:] == other.parts[-length:] for other in other_paths):
         length += 1
     return "/".join(path.parts[-length:])
+
+
+def _is_edited(name: str, code: Mapping[str, str], old_code: Mapping[str, object]) -> bool:
+    """Return whether the file of a short name had another digest before."""
+    if name in old_code:
+        return old_code[name] != code[name]
+
+    def is_related(one_name: str, other_name: str) -> bool:
+        return f"/{one_name}".endswith(f"/{other_name}") or f"/{other_name}".endswith(f"/{one_name}")
+
+    # Names get longer or shorter as files of the same name are added or removed. The file is an edited one only if no
+    # file that may be the old one has its digest.
+    old_names = [old_name for old_name in old_code if is_related(name, old_name)]
+    digests = {code[new_name] for new_name in code if any(is_related(new_name, old_name) for old_name in old_names)}
+    return bool(old_names) and not any(old_code[old_name] in digests for old_name in old_names)
 
 
 def _held(value: object) -> Iterator[object]:
@@ -300,7 +315,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
             raise  # it may be intact, and would be overwritten by this command's
     old_code = old_code if isinstance(old_code, dict) else {}
     # A file that the folder has no digest of is new to the run, and not an edit.
-    edited = [f"{name} was edited" for name, digest in code.items() if old_code.get(name, digest) != digest]
+    edited = [f"{name} was edited" for name in code if _is_edited(name, code, old_code)]
     moved: list[str] = []
     # After a start that failed, nothing in the folder was made with other settings; without checkpoints, nothing that
     # would be continued was made by other code or from another model.
