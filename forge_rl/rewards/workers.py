@@ -92,7 +92,7 @@ class Workers:
                     break
                 status = await _exit_status(process)
             else:
-                # No answer can have its confined process end by this signal, unlike by those of crashes and limits: it
+                # Unlike the signals of crashes and limits, no answer can cause this one in its confined process: it
                 # comes from another process, or from a kernel that is out of memory.
                 if status == -signal.SIGKILL:
                     raise InfrastructureError(
@@ -201,7 +201,7 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
         try:
             answer = {"result": call(*arguments)}
         except (MemoryError, RecursionError):
-            # The limits are exceeded by the answer, which must not escape its score by an error.
+            # The answer exceeded the limits; raising would let it escape its score.
             answer = {"result": None}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
