@@ -79,7 +79,7 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _PieceFile:
-    """Pieces as a readable file, as Arrow wants one."""
+    """Pieces as a readable file, for Arrow."""
 
     closed = False
 
