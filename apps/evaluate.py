@@ -483,7 +483,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
         plays: AgentEnvironment | None = None if callable(environment) else environment
         function: Any = await asyncio.to_thread(reward_of, config) if plays is None else plays.reward
         scorer = RewardService.start(config.reward, services.start, function=function)
-        # Agents get no environment from here; the service is started all the same, with one that costs nothing.
+        # Agents get no environment from here; the service is still started, with one that costs nothing.
         factory = SingleTurn if plays is not None or config.agent else environment
         worlds = Environment.start(config.environment, services.start, factory=factory)
         # Engines, reward and environments start at the same time, as each may take minutes.

@@ -68,7 +68,6 @@ def with_named_base(folder: Path, files: list[Path], work: Path) -> tuple[Path, 
         return folder, files
     hub_id, _, revision = name.partition("@")
     for path in files:
-        # Copies: the folder of the run itself stays as it is.
         copy = work / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)

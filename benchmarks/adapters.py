@@ -99,7 +99,7 @@ def measure(config: Config, report: Report) -> None:
         "prompt": config.prompt_tokens,
         "answer": config.answer_tokens,
     }
-    # In a process of its own each: memory that one has freed would hide the next one's peak.
+    # Each in a process of its own: memory that one has freed would hide the next one's peak.
     (adapted,) = run_ranks(update_peak, 1, folder, lora, shape)
     (full,) = run_ranks(update_peak, 1, folder, LoRAConfig(), shape)
     report.rows.append({"peak_bytes_lora": adapted, "peak_bytes_full": full})

@@ -62,7 +62,7 @@ class Config(BenchmarkConfig):
 
 def measure(config: Config, report: Report) -> None:
     """Play all episodes, once without kills."""
-    # Once without kills, for the time that the kills cost.
+    # The difference in time is what the kills cost.
     calm = asyncio.run(play_under_chaos(replace(config, kills=0)))
     outcome = asyncio.run(play_under_chaos(config))
     report.results |= outcome | {"calm_s": calm["seconds"]}

@@ -178,10 +178,9 @@ class _Layer:
         generator.manual_seed(rank + 1)
         shares = torch.ones(config.experts)
         shares[: config.experts // case.ranks] = case.skew
-        # Gumbel noise: log shares plus it, and the top k of them, sample without replacement in proportion to the
-        # shares.
+        # With Gumbel noise, the top k are k draws without replacement, in proportion to the shares.
         noise = -torch.log(-torch.log(torch.rand(tokens, config.experts, generator=generator).clamp(1e-9, 1 - 1e-7)))
-        self.preferences = shares.log() + noise  # the top k of them are k draws without replacement
+        self.preferences = shares.log() + noise
         self._chosen = self.preferences.topk(config.top_k).indices
         self._x = torch.randn(1, tokens, config.dim, generator=generator, dtype=dtype).requires_grad_()
         self._scores = torch.rand(1, tokens, config.top_k, generator=generator, dtype=dtype).requires_grad_()

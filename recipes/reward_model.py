@@ -19,7 +19,7 @@ class Config(rl.ExampleConfig):
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
-    # `comparison_episodes` puts one token behind each conversation, at which the score is read.
+    # `comparison_episodes` puts one token after each conversation, at which the score is read.
     return rl.start_examples(
         config, rl.comparison_episodes, loss=config.loss, sources=config.sources("pair"), recipe="reward_model"
     )

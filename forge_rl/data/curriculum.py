@@ -137,7 +137,7 @@ class DifficultyPools:
                 alternative = pool, task
         assert preferred_pool is not None
         assert alternative is not None
-        # Without a rest, each draw from a source without such tasks would pass over as many as allowed, in vain.
+        # Without a rest, each draw from a source without such tasks would pass over as many as allowed for nothing.
         self._resting.setdefault(source, {})[preferred_pool] = _REST
         return self._count(*alternative, _MOST_PASSED - 1)
 

@@ -149,7 +149,7 @@ class ResumableTaskStream:
         """Return source and id of each task drawn after `state()` that must not be drawn again: all except pending."""
         consumed = Counter(self._drawn)
         consumed.subtract((task.source, task.id) for task in pending)
-        # Also tasks that this stream, itself resumed, has not come to yet.
+        # Also tasks that this stream, itself resumed, has not reached yet.
         consumed.update(self._consumed)
         return [list(task) for task in sorted(consumed.elements())]
 

@@ -69,7 +69,6 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
             expert = owner * experts_per_rank + int(
                 rows[owner, owner * experts_per_rank : (owner + 1) * experts_per_rank].argmax()
             )
-            # No more than the owner's surplus, the borrower's room, and the expert's rows.
             moved_rows = int(min(totals[owner] - target_rows, target_rows - totals[borrower], rows[owner, expert]))
             if moved_rows <= 0:  # the heaviest rank has the mean, rounded up
                 break

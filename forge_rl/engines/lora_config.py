@@ -136,7 +136,7 @@ def adapted_modules(architecture: Architecture, lora: LoRAConfig) -> dict[str, s
     # Targets match whole parts of names from the end, as PEFT's target_modules do.
     targets = [target for target in lora.targets if target not in (HEAD, EXPERTS)]
     if ALL_LINEAR in targets:
-        # all-linear has them already, so that naming one besides is a mistake.
+        # all-linear includes them, so naming one as well is a mistake.
         unmatched_targets = [target for target in targets if target != ALL_LINEAR]
         matches = modules
     else:

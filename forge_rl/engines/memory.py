@@ -75,7 +75,6 @@ def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:
         weights: number of weights in the model.
         ranks: number of ranks, which share the host's memory on CPU.
     """
-    # On CPU, the ranks of a host share its memory.
     memory = gpu_bytes() or host_bytes() // ranks
     gradient_bytes = 4 * weights // (settings.tensor_parallel_degree * settings.pipeline_parallel_degree)
     return not settings.enable_cpu_offload and gradient_bytes * _GRADIENTS_SHARE <= memory

@@ -186,7 +186,6 @@ class DraftSwitch:
             self._speeds[size, drafted].append((tokens / running, start_s - last_start_s))
         pays_off = self._accepts() and not (self._settings.adaptive and self._loses(size))
         may_draft = pays_off
-        # Every so often do the opposite, so that both kinds stay measured.
         if self._settings.adaptive or not pays_off:
             self._steps += 1
             has_speeds = not self._settings.adaptive or len(self._speeds[size, not pays_off]) >= _MEASURED

@@ -21,7 +21,6 @@ def stage_layers(architecture: Architecture, stages: int) -> list[range]:
     counts = [1] * stages
     for _ in range(a.layers - stages):
         costs = [*map(float, counts[:-1]), counts[-1] + (head if stages > 1 else 0.0)]
-        # Each further layer goes to the stage with the least to compute.
         counts[costs.index(min(costs))] += 1
     starts = [sum(counts[:index]) for index in range(stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]

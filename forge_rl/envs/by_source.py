@@ -50,13 +50,13 @@ class BySource:
         counts: Counter[str] = Counter()
         for source, factory in self.environments.items():
             source_tasks = [task for task in tasks if task.source == source]
-            # Counter.update adds, where factories have counts of one name.
+            # Counter.update adds up counts of the same name.
             counts.update(prepare_env(factory, source_tasks))
         return counts
 
     def serve_files(self, address: str, key: str) -> Sequence[str]:
         """Let the environments that can do so serve the files of their tasks; see `EnvFactory`."""
-        # Environments with one folder of images serve it at one URL.
+        # Environments that share a folder of images serve it at one URL.
         urls = [url for factory in self._sharing() for url in factory.serve_files(address, key)]
         return list(dict.fromkeys(urls))
 

@@ -87,7 +87,6 @@ def _of_user(target: object, parsed: FlagText) -> EnvFactory:
     from forge_rl.envs.tools import ToolEnv
 
     flag = f"--env {parsed.name}"
-    # A list of tool functions.
     if isinstance(target, list | tuple):
         tool_env: EnvFactory = build(parsed, functools.partial(ToolEnv, tuple(target)))
         return tool_env

@@ -97,7 +97,7 @@ class AgentCommand:
         self.workplaces = workplaces
         self._slots = asyncio.Semaphore(self.limits.at_a_time)
         self._failed_starts: list[str] = []
-        """The common cause of failures since a process last called the policy, once for each."""
+        """Cause of each failure since a process last called the policy; all of them are equal."""
 
     def logging_to(self, log: Path) -> Self:
         """Return a copy of the agent that logs to `log`."""

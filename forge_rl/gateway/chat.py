@@ -143,7 +143,7 @@ def parsed(arguments: str) -> object:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return arguments
-    # Level by level, as recursion could be exhausted by the data.
+    # Level by level, as deep data could exhaust recursion.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(_MOST_LEVELS):
         inner = (entry.values() if isinstance(entry, dict) else entry for entry in level)

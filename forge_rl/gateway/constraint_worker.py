@@ -64,7 +64,7 @@ def main(limits: dict[str, float]) -> None:
 def die_with(parent: int) -> None:
     """Kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # A parent that ended before prctl sends no signal any more.
+    # A parent that ended before prctl sends no signal.
     if os.getppid() != parent:
         os._exit(1)
 

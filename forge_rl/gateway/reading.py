@@ -135,7 +135,6 @@ class Reader:
             or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit
         ):
             return min_tokens
-        # Only texts that may exceed the context get here.
         num_tokens = 0
         for begin in range(0, len(text), _SLICE_CHARACTERS):
             num_tokens += len(self._tokenizer.encode(text[begin : begin + _SLICE_CHARACTERS]))

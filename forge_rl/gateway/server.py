@@ -293,7 +293,6 @@ class Gateway:
         self, events: AsyncGenerator[str, None], state: RequestState, writer: http.ResponseWriter
     ) -> None:
         """Write events at the client's pace, once an engine has answered: earlier failures become error responses."""
-        # Nothing is sent before an engine has answered, so that an error until then still chooses the status.
         buffer = b""
         async with contextlib.aclosing(events):
             async for event in events:

@@ -56,11 +56,11 @@ def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: S
     if len(calls) != len(true_calls) or len(calls) > _MOST_CALLS:
         return f"{len(calls)} calls instead of {len(true_calls)}"
     problems: list[list[str]] = []
-    # Place of the call by that of its right call, one to one, so one call made twice does not count for two.
+    # Index of the call by that of the right call that it matches, one to one: a call made twice does not count twice.
     matches: dict[int, int] = {}
 
     def is_matched(place: int, tried_calls: set[int]) -> bool:
-        # Kuhn's augmenting path: a right call whose call fits another one as well is free for this one.
+        # Kuhn's augmenting path: if the call that has this right call also fits another one, it moves there.
         for expected, problem in enumerate(problems[place]):
             if not problem and expected not in tried_calls:
                 tried_calls.add(expected)

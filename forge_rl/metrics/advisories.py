@@ -72,7 +72,7 @@ class Advisories:
         advisories = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if any(name.startswith(metric) for name in numbers):
-                # Divergence is looked at first, and stands for the conditions that follow from it.
+                # Divergence is checked first, and hides the conditions that follow from it.
                 text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
                 advisories += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(numbers, self._settings):

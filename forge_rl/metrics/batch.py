@@ -33,7 +33,6 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         metrics |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
         metrics["reward/std"] = _spread(batch)
         metrics |= reward_parts(episodes) | rewards_by_source("reward", episodes)
-    # Left out for given answers, of which no token was sampled.
     if lags.counts:
         metrics["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
         metrics["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)

@@ -191,10 +191,9 @@ class WandbSink(Sink):
         if samples := _samples(step, self._steps, batch):
             rows = [[row.get(name) for name in _COLUMNS] for row in samples]
             drawn["episodes/table"] = self._wandb.Table(columns=list(_COLUMNS), data=rows)
-            # What a model wrote stays text.
+            # Escaped, as a model may write HTML.
             page = f"<pre style='white-space: pre-wrap'>{html.escape(_text(samples[0]))}</pre>"
             drawn["episodes/first"] = self._wandb.Html(page, inject=False, data_is_not_path=True)
-        # W&B cannot go back: late values are drawn at the current step, with the step that they belong to.
         if step < self._step:
             drawn["eval/step"] = step
         self._step = max(self._step, step)

@@ -100,14 +100,12 @@ class StepLines:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
         self._catch_up()
         assert self._end is not None, "the sink was not started"
-        # Finds the step's line, or the place where it belongs.
         start, old_values, later_lines = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
             row = _decode(line)
             if row is not None and row[0] <= step:
                 start, old_values = (place, row[1]) if row[0] == step else (place + len(line), {})
                 break
-            # Written again behind the amended line.
             later_lines.append(line)
         tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
         # The journal fits no file with the rest of a line that a full disk has torn.

@@ -115,7 +115,7 @@ def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
             return True
         for first in range(0, shape[0], _COMPARED_ROWS):
             left, right = (tensor[first : first + _COMPARED_ROWS] for tensor in pair)
-            # One may be stored in float32 and be equal in value all the same.
+            # One may be stored in float32 and still be equal in value.
             wide = torch.promote_types(left.dtype, right.dtype)
             if not torch.equal(left.to(wide), right.to(wide)):
                 return True

@@ -70,7 +70,6 @@ def pack(
     if advantages is None:
         advantages, drop_uniform = torch.zeros(shape), False
     advantages = _check(batch, advantages, shape, layout)
-    # Lay each group's segments into trees, in which common prefixes are one.
     groups = []
     for p, group in enumerate(batch.groups):
         group_columns = {name: values[p] for name, values in columns.items()}
@@ -90,7 +89,6 @@ def pack(
     learns = [bool(group.trees) and not group.uniform for group in groups]
     # With one minibatch, another epoch would repeat the same rows; the trainer repeats them itself.
     epochs = layout.epochs if layout.minibatches > 1 else 1
-    # Deal the groups to minibatches, differently in each epoch.
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared_groups = [group for group in groups if drop_uniform and group.uniform]

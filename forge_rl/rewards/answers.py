@@ -172,7 +172,7 @@ def normalised(text: str) -> str:
     text = " ".join(plain(text).translate(_QUOTES).lower().split())
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
     text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(lambda name: name.group().replace(".", ""), text))
-    # A quote behind a number is a sign of inches or seconds, unless an opening quote is there for it to close.
+    # A quote after a number is a sign of inches or seconds, unless an opening quote is there for it to close.
     if not _OPENING_QUOTE.search(text):
         text = _PRIMES.sub(lambda sign: "\N{PRIME}" if sign.group() == "'" else "\N{DOUBLE PRIME}", text)
     words = " ".join(_AROUND_WORD.sub("", text).split())

@@ -172,7 +172,7 @@ def final_number(text: str) -> str | None:
         # An operand on the left: the text ends with an expression such as 2 + 3.
         if left_side[-1:].isalnum() or left_side[-1:] in (")", "]", "}"):
             return None
-        # A minus behind an equals sign or colon is the number's sign, even with a blank between.
+        # A minus after an equals sign or colon is the number's sign, even with a blank between.
         if left_side.endswith(("=", ":")) and operator.group().strip() == "-":
             number = f"-{number}"
     elif last["sign"] and before and (before[-1].isalnum() or before[-1] in ")]}"):

@@ -250,7 +250,7 @@ class _FormulaReader:
             # but sin x cos x is sin(x) cos(x).
             while name != "sqrt" and self._begins_factor() and self._peek() not in ("(", "[", "{"):
                 function = self._next_function()
-                # A root goes on with a number, as in cos 2\sqrt{3}x. Behind a variable it is a factor of its own, as in
+                # A root goes on with a number, as in cos 2\sqrt{3}x. After a variable it is a factor of its own, as in
                 # cos x \sqrt{x}.
                 if function and (function not in ("sqrt", "abs") or symbols_of(argument)):
                     break

@@ -74,7 +74,7 @@ class JudgeStore:
         try:
             return self._database.execute(statement, values)
         except sqlite3.Error as error:
-            # Any other error would have the episode scored again, and replies that cannot be stored paid again.
+            # After any other error the episode would be scored, and the replies that cannot be stored paid for, again.
             raise JudgeError(
                 f"the judge cannot use its stored replies: {error}",
                 hint="free space on the disk of the run folder, or of the cache in --reward judge:...",

@@ -51,7 +51,6 @@ class TrlReward:
         """Return a score for each episode; awaitable if the function is async."""
         texts = [episode.whole_text for episode in episodes]
         chats = [[{"role": "assistant", "content": text}] for text in texts]
-        # TRL repeats each column of a row for all completions of its prompt.
         columns = {name: [value] * len(episodes) for name, value in task.truth.items()}
         result = _call(
             self.function,

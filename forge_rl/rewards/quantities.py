@@ -115,7 +115,7 @@ def read_quantity(text: str) -> Quantity | None:
     if not text or len(text) > _LONGEST:
         return None
     match = _QUANTITY.match(text)
-    # The sign stands before or behind the currency, as in -$5 and $-5, but not both.
+    # The sign stands before or after the currency, as in -$5 and $-5, but not both.
     if match is None or (match["sign"] and match["late_sign"]):
         return None
     value = _value(match)
@@ -265,7 +265,7 @@ def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
         return None if currency else (1, "%")
     if degree := _DEGREE.fullmatch(rest):
         return None if currency else (1, "degree" + degree[1])
-    # A letter right behind a number is more likely a variable: 5m is five times m, "5 m" is five metres.
+    # A letter right after a number is more likely a variable: 5m is five times m, "5 m" is five metres.
     is_apart = rest[0].isspace() or rest.startswith(("\\text", "\\mathrm", "\\,", "\\ ", "~"))
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r" \1", rest.translate(_EXPONENTS))
     text = re.sub(r"\\[,;: ]|~", " ", text).replace("{", "").replace("}", "").strip()

@@ -104,7 +104,6 @@ class CosineLength:
         if measured.total >= self.max_tokens:
             return self.exceeded
         short, long = (self.right_short, self.right_long) if is_right else (self.wrong_short, self.wrong_long)
-        # Half a cosine: `short` at length 0, `long` at max_tokens.
         value = long + (short - long) * (1 + math.cos(math.pi * measured.total / self.max_tokens)) / 2
         return value if is_right else value - self.repetition * measured.parts["repeated"]
 

@@ -92,7 +92,7 @@ class Workers:
                     break
                 status = await _exit_status(process)
             else:
-                # No answer can have its confined process end by this signal, unlike by those of crashes and limits: it
+                # Unlike the signals of crashes and limits, no answer can cause this one in its confined process: it
                 # comes from another process, or from a kernel that is out of memory.
                 if status == -signal.SIGKILL:
                     raise InfrastructureError(

@@ -169,7 +169,6 @@ def _scores(scored: Sequence[Sequence[Episode]], k: int, success: float) -> dict
     answers = [[episode.score.answer if episode.score else "" for episode in episodes] for episodes in scored]
     scores = {f"avg@{k}": avg_at_k(rewards)}
     if k > 1:
-        # Powers of two below k, and k itself.
         steps = sorted({2**power for power in range(1, k.bit_length()) if 2**power < k} | {k})
         scores |= {f"pass@{j}": pass_at_k(rewards, j, success=success) for j in steps}
         if any(answer for texts in answers for answer in texts):

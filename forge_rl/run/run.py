@@ -137,7 +137,7 @@ class Run(Generic[C]):
 
     @property
     def generator(self) -> Generator:
-        """The engines; raises a ConfigError if the run trains on given examples, as do the properties that follow."""
+        """The engines; raises ConfigError in a run on given examples, as do `weights`, `reward` and `environment`."""
         return self._rollout.generator
 
     @property

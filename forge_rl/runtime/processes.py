@@ -78,7 +78,7 @@ class ProcessTree:
         asyncio.get_running_loop().add_reader(fd, self._on_end, pid, on_end)
 
     def unwatch(self) -> None:
-        """Stop watching; `on_end` is not called any more."""
+        """Stop watching, without calling `on_end`."""
         for pid in list(self._pidfds):
             self._unwatch(pid)
 

@@ -251,7 +251,7 @@ class Service:
             try:
                 return await attempt(replica)
             except ReplicaError as error:
-                # A living replica has not died of it; but one that is away has interrupted calls, which are repeated.
+                # The call did not kill a living replica. One that is away has interrupted calls, which are repeated.
                 if replica.alive and replica.state is not ReplicaState.AWAY:
                     raise
                 if error.blamed:

@@ -249,7 +249,7 @@ class DurableSession:
             async def compute() -> tuple[str, bool]:
                 results.append(await self._run(action))
                 error = results[0].error
-                # Without its usage: who is answered from the cache has used nothing.
+                # Without its usage: a result from the cache has used nothing.
                 text = json.dumps(result_to_json(replace(results[0], usage=Usage(wall_s=0.0))))
                 return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
 

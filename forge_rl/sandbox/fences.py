@@ -25,7 +25,7 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
         if not fence:
             if mark:
                 fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
-        # Markdown's rule: at least as many marks as the opening fence, and nothing behind them.
+        # Markdown's rule: at least as many marks as the opening fence, and nothing after them.
         elif mark.startswith(fence) and line.strip() == mark:
             if language in languages:
                 blocks.append("\n".join(lines))

@@ -200,8 +200,7 @@ class Pool:
             ) from None
         try:
             limits = limits or self.limits
-            # A warm session is already running in the pool's plain root: it cannot be given a workspace or an image any
-            # more.
+            # A warm session already runs in the pool's plain root: it can be given neither a workspace nor an image.
             body = self._take_warm(limits) if folder is None and image is None else None
             if body is None:
                 body = await self._start(limits, folder if image is None else image)

@@ -117,7 +117,6 @@ async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str], profile: 
     try:
         async with Pool(packages=packages, profile=profile, images=images) as pool:
             opened.set_result(pool)
-            # Never done: the pool stays open until the loop's end cancels this task.
             await asyncio.get_running_loop().create_future()
     except Exception as error:
         if opened.done():

@@ -122,7 +122,6 @@ class ResumableCompletion:
             ReplicaError: `error`, if another engine cannot resume, because constraints and penalties apply only to
                 tokens that their own engine decoded; also if an engine hung under a constraint, which may be the cause.
         """
-        # Constraints see only what their own engine decoded, and one that hung an engine may hang the next.
         if self.sampling.extra and (self.tokens or error.message.startswith("hung")):
             raise error
         # An engine that went away before it had the request says nothing about the request.

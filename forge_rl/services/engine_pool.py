@@ -163,7 +163,7 @@ class EnginePool:
 
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
-        # Engines that are paused or loading send no chunks, and are healthy all the same.
+        # Engines that are paused or loading send no chunks, and are healthy.
         if loading or self.held:
             return any(replica.serving for replica in self._service.replicas)
         return any(replica.serving and self._goes_on(replica) for replica in self._service.replicas)

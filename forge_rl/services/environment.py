@@ -337,7 +337,7 @@ class EnvSession:
         fork._observation, fork._replayable, fork._forks = self._observation, self._replayable, self._forks
         fork._log = self._log[:-1] if undo_last else list(self._log)
         try:
-            # A copy of the present state is of no use where the last step is to be undone: that takes a replay.
+            # A copy of the present state cannot undo the last step: that takes a replay.
             if self._forks and not undo_last and await self._copied(fork._key):
                 return fork
             if not self._replayable:

@@ -251,7 +251,7 @@ class Trainer:
             ForgeError: max_skipped_updates in a row were skipped.
         """
         self.spares_uniform = not loss.keeps_uniform
-        # Spared rows have no gradient; the divisors count their tokens all the same.
+        # Spared rows have no gradient; the divisors still count their tokens.
         packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
         # Later epochs have the same rows, scored in the first.

@@ -126,7 +126,7 @@ class UserThread:
                     self._works = False
                     return
                 job = self._jobs.popleft()
-            # Nobody waits for it any more, so it is not called at all.
+            # Nobody waits for it, so it is not called at all.
             if job.future.cancelled():
                 continue
             # Set before `_running`, which the event loop reads without the lock.

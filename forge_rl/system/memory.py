@@ -33,7 +33,7 @@ def _cgroups() -> Iterator[tuple[int, int]]:
     paths = _paths()
     for version, limit_file, usage_file in _VERSIONS:
         path = PurePosixPath(paths.get(version, "/").lstrip("/"))
-        # Slurm and systemd limit a cgroup far above the process's own. Of a container's, this may see only the top.
+        # Slurm and systemd limit a cgroup far above the process's own. In a container, only the top one may be visible.
         for ancestor in (path, *path.parents):
             folder = _CGROUP / version / ancestor
             with contextlib.suppress(OSError, ValueError):  # not there, or "max"

@@ -52,7 +52,7 @@ class RemoteFolder:
     def names(self) -> list[str]:
         """List the files and folders in this one: none if it does not exist, an OSError if its bucket does not."""
         with _as_os_error():
-            # fsspec caches listings, in which what other processes have written since is missing.
+            # fsspec caches listings, which lack what other processes have written since.
             self._files.invalidate_cache()
             try:
                 paths: list[str] = self._files.ls(self._root, detail=False)

@@ -126,7 +126,7 @@ class CheckpointStore:
             try:
                 record = _read(AdapterRecord, path)
             except CheckpointError as error:
-                # Whose it is cannot be known, and other tenants' must not be lost with it.
+                # Its tenant is unknown, and other tenants' trainings must still be listed.
                 warnings.warn(f"a training is left out: {error}", stacklevel=2)
                 continue
             if tenant in (None, record.tenant):
@@ -165,7 +165,7 @@ class CheckpointStore:
             except FileNotFoundError:  # deleted meanwhile
                 continue
             except CheckpointError as error:
-                # It must not keep its tenant from the others, nor from saving more.
+                # Its tenant must still get the others, and be able to save more.
                 warnings.warn(f"a checkpoint is left out: {error}", stacklevel=2)
                 continue
             # No timer deletes them: they go when they are next listed.

@@ -18,7 +18,7 @@ _MOST_DONE = 4096
 _MOST_DONE_BYTES = 256 << 20
 """Maximum number and bytes of the results kept for a tenant; a sixteenth more until old ones are next looked for."""
 _SHARE = 16
-"""Old promises are looked for after every sixteenth of a tenant's promises, so that the cost of each is constant."""
+"""Old promises are looked for once a tenant has opened a sixteenth as many as it has: the cost of each is constant."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ class Journal:
         try:
             # In a thread, as a journal may have a GiB, and the event loop has other clients.
             await asyncio.to_thread(self._copy, copy, after, size)
-            # Without an await until the rename, so that nothing is appended behind the part that is copied here.
+            # Without an await until the rename, so that nothing is appended after the part that is copied here.
             with self._path.open("rb") as file, copy.open("ab") as copy_file:
                 file.seek(size)
                 shutil.copyfileobj(file, copy_file)

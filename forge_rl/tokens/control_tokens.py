@@ -116,7 +116,7 @@ class ControlTokens:
 
     def only_those_of(self, rendered: str, ids: Sequence[int]) -> bool:
         """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
-        # Findings of a regular expression are ambiguous if one token's end can be the next one's beginning.
+        # Matches of a regular expression are ambiguous if one token's end can be the next one's beginning.
         if self._all.overlap:
             return False
         rendered_ids = [self._id_of[form] for form in self._all.pattern.findall(rendered)]

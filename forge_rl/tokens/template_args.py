@@ -60,7 +60,7 @@ def check_template_args(args: Mapping[str, object], template: str) -> None:
     try:
         # The lexer yields names inside of Jinja's tags alone, so a word in the template's prose does not count as a
         # variable.
-        words = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}  # without prose
+        words = {word for _, kind, word in jinja2.Environment().lex(template) if kind == "name"}
     except jinja2.TemplateSyntaxError:
         words = set(re.findall(r"\w+", template))
     for name in args:

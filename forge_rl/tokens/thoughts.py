@@ -53,7 +53,6 @@ def without_thoughts(text: str, tags: tuple[str, str] = _TAGS[0], *, is_open: bo
     for tag in re.finditer(f"{re.escape(opening)}|{re.escape(closing)}", text):
         if tag.group() == closing:
             if not is_open:
-                # A closing tag without an opening one: all before it was a thought that the prompt has opened.
                 parts.clear()
             is_open, begin = False, tag.end()
         elif not is_open:

@@ -65,8 +65,7 @@ class DeltaPublisher:
         if self._next < 0:
             numbers = await asyncio.to_thread(self._folder.numbers)
             self._next = max(numbers, default=-1) + 1
-        # Nothing is kept until the version is written: after an error, there is nothing to compare with, and the next
-        # one is full.
+        # Nothing is kept until the version is written, so that no later one is compared with a failed one.
         old_words, self._words = self._words, {}
         # Numbers at the address are its own: versions may be skipped, and a rollback repeats theirs.
         number, self._next = self._next, self._next + 1

@@ -153,7 +153,6 @@ class VersionEffects:
         """
         moved = answer.probed.logprobs - earlier.probed.logprobs
         change = answer.logprobs - earlier.logprobs
-        # e = x - d: what the engine's change has besides the trainer's.
         errors = np.abs(change - moved)
         usable = errors <= np.quantile(errors, 1 - _OUTLIERS)
         moved, change = moved[usable], change[usable]

@@ -15,7 +15,7 @@ from forge_rl.weights.manifest import Bucket, written_by
 
 
 def most_children(hosts: int, buckets: int) -> int:
-    """Return how many hosts may copy from one: 1 makes a chain, 2 a binary tree. Chosen is whichever ends sooner.
+    """Return how many hosts may copy from one: 1 makes a chain, 2 a binary tree, whichever ends sooner.
 
     With one bucket leaving a host at a time, a chain takes one step per bucket and host, and a tree two per bucket and
     level. Chains suit large versions, trees many hosts.

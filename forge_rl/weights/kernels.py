@@ -148,7 +148,6 @@ def cast_rows(
     """
     total = np.uint64(0)
     for row in range(rows):
-        # Four floats make one word of the target.
         source_row = source[row * step : row * step + 4 * words]
         target_row = target[row * target_step : row * target_step + words]
         index = first + row * first_step

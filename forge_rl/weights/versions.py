@@ -16,7 +16,7 @@ from forge_rl.weights.manifest import Manifest
 class VersionIndex:
     """Index of existing versions and their buckets.
 
-    `commit`, `abort`, `rollback` and `release` return the keys of buckets that are not needed any more. Buckets of a
+    `commit`, `abort`, `rollback` and `release` return the keys of unneeded buckets. Buckets of a
     version that was abandoned while being written are not among them: its writer frees them.
 
     Args:

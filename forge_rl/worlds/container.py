@@ -148,7 +148,6 @@ class ContainerSession(CodeSession):
             # Files in memory count too: this is the model's doing, and no failure of the sandbox.
             self._is_spent = True
             return None
-        # At a provider, a command that takes too long ends its container.
         if isinstance(session, RentedSession) and not session.alive:
             self._is_spent = True
             return None

@@ -113,7 +113,7 @@ class ProviderPlace:
     async def session(self) -> AsyncIterator[RentedSession]:
         """Start a fresh container."""
         provider, _ = _provider(asyncio.get_running_loop(), self._provider)
-        # The changes of tests are of no interest, so that nothing is listed.
+        # Nobody asks what tests change, so nothing is listed.
         async with await RentedSession.open(provider, self._reference, self._limits, watched=False) as session:
             yield session
 

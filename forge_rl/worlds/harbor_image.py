@@ -83,7 +83,7 @@ class _Verifier:
             env={**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1", **variables},
             folder=self._container.folder,
         )
-        # A signal that ends the tests is put down to the code that they test.
+        # A signal that ends the tests is blamed on the code that they test.
         is_killed = result.status is not None and result.status > _SIGNALS
         if is_killed or (result.error is not None and result.error.name in ("CellOverrun", "OutOfMemory")):
             return 0.0, {}

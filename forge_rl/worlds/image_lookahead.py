@@ -49,9 +49,9 @@ class ImageLookahead:
         """By reference, the stack that holds an image in place, and the image's digest."""
         self._fetching: asyncio.Task[None] | None = None
         self._lists: list[Sequence[str]] = []
-        """References of the calls since the event loop last went on, a list for each."""
+        """References of the calls in this turn of the event loop, a list for each."""
         self._turn: asyncio.Handle | None = None
-        """Begins to fetch these when the event loop goes on; None if there are none."""
+        """Begins to fetch these in the next turn; None if there are none."""
         self._wanted: list[str] = []
         """References named by the latest call, those needed first ahead."""
         self._pulling = ""
@@ -140,7 +140,7 @@ class ImageLookahead:
         while True:
             # Until a call no longer names an image: its episodes have opened it by then, and hold it themselves.
             await self._release([reference for reference in self._held if reference not in self._wanted])
-            # Measured after what is no longer wanted has been released.
+            # Measured once unwanted images have been released.
             if await asyncio.to_thread(self._held_bytes) >= self._most_bytes:
                 return
             missing = (name for name in self._wanted if name not in self._held and name not in self._failed)

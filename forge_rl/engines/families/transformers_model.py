@@ -61,7 +61,7 @@ def causal_model(folder: Path, *, tied: bool | None = None, implementation: str 
         parameter.data = parameter.to(torch.get_default_dtype())
     if torch.get_default_dtype() == torch.float64:
         causal.set_experts_implementation("eager")  # torch's product of groups has no float64
-    # Moving weights to meta has made two of them.
+    # The move to meta has made two weights of the tied one.
     if config.tie_word_embeddings:
         causal.lm_head.weight = causal.get_input_embeddings().weight
     for module in causal.modules():

@@ -252,7 +252,6 @@ class RemoteEngine:
             async with self._client.stream("POST", route, content=content) as response:
                 if "content-encoding" in response.headers:
                     raise wire.WireError("the answer is compressed")
-                # An error's text is read in part only, whatever its length.
                 if response.status_code != 200:
                     raise _StatusError(response.status_code, await _start_of(response))
                 async with contextlib.aclosing(_split(response)) as lines:
@@ -326,7 +325,6 @@ async def _frames(
             bucket = await anext(buckets, None)
         except Exception as error:
             problems.append(error)
-            # Between two buckets the server can still be told; it then gives up the load and answers.
             yield _header({"failed": True})
             return
         # An empty list ends the version.
@@ -377,7 +375,7 @@ def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]
         for name, value in required.items()
         if facts.get(name) != value
     ]
-    # vLLM's names contain the format. How a server of others divides a weight into scales is left to it.
+    # vLLM's names contain the format. How a server divides a weight into scaled blocks is left to it.
     if settings.quantization not in str(facts.get("quantization") or "none"):
         problems.append(
             f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}"

@@ -169,7 +169,7 @@ class EngineServer:
             error: BaseException | None = RuntimeError("the session has ended")
         else:
             error = task.exception()
-        # The answer may have begun, so that no status can be sent any more.
+        # The answer may have begun, so that no status can be sent.
         if isinstance(error, Refusal | wire.WireError):
             error = RuntimeError(str(error))
         if isinstance(error, Exception):

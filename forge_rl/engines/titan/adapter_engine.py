@@ -208,7 +208,7 @@ class TitanAdapters:
         if len({adapter_pass.name for adapter_pass in passes}) < len(passes):
             raise ConfigError("an adapter has two passes at a time", hint="run them in turn")
         # Afterwards every named adapter holds its own tensors, which `_mixed_pass` makes leaves of.
-        self.rest()  # the tensors of all others are then with them
+        self.rest()
         engine.onload()
         mixed = {
             adapter_pass.name: self._mixed_pass(adapter_pass, self._trainings[adapter_pass.name])

@@ -70,7 +70,6 @@ class AdapterExport:
         for key, block in blocks.items():
             name, kind = self.names[key]
             assert isinstance(block.values, torch.Tensor)
-            # Rounded as in the passes, so that the files hold what was trained and published.
             factors.setdefault(name, {})[kind] = rounded_factor(block.values, self.lora).float()
         a_name, b_name = ADAPTERS
         with filled(folder) as place:

@@ -66,7 +66,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total, normed, inverses = _add_norm(x, delta, weight, eps)
         ctx.adds, ctx.place = delta is not None, sum_place(weight)
-        # Saved is what was normalised: with a residual, the sum.
+        # Save what was normalised: with a residual, the sum.
         ctx.save_for_backward(total if ctx.adds else x, weight, inverses)
         ctx.set_materialize_grads(False)
         return (total if ctx.adds else x.view_as(x)), normed

@@ -94,7 +94,6 @@ class OffloadedTensors:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        # Keyed by storage, as views share one and it must be moved once.
         storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         copies = HostCopies()
         self._left = [(storage, copies.of(_bytes_of(storage)).pieces) for storage in storages.values()]

@@ -97,7 +97,6 @@ class PolicyModel(Decoder):
                 these only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        # A later pipeline stage has no embedding: its "tokens" are hidden states.
         hidden = tokens if self.tok_embeddings is None else embed(self.tok_embeddings, tokens)
         delta: torch.Tensor | None = None  # what the last layer has left to add
         for layer in self.layers.values():

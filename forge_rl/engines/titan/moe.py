@@ -121,7 +121,7 @@ class PlainExperts(GroupedExperts):
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
-        # torchtitan names them w1, w2 and w3, in this order; adapters' factors come behind.
+        # torchtitan names them w1, w2 and w3, in this order; adapters' factors come after them.
         gate, down, up, *factors = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         joint = joint_weight(gate, up)

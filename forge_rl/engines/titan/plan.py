@@ -100,7 +100,6 @@ def plan_training(
         settings.context_parallel_degree,
         settings.pipeline_parallel_degree,
     )
-    # Ranks with transformers' models repeat the whole row, so their activations are not split.
     split = 1 if architecture.family.general else tp  # parts of a row's tokens
     key = (dtype, settings.activation_checkpointing, settings.frozen, settings.lora, tokens, values, tp // split)
     if key not in traces:

@@ -69,7 +69,7 @@ def read_prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> P
 
 
 def check_finish(completion: CompletionOutput) -> None:
-    """Check that a completion goes on, or has its end.
+    """Check that a completion continues, or ended as it should.
 
     Raises:
         RuntimeError: vLLM gave it up; what it has would pass for a short answer, or for the scores of a whole prompt.

@@ -30,7 +30,6 @@ async def watch_steps(
         await sleep(_LOOK_S)
         if not expects():
             continue
-        # Answered between steps, so a ping is outstanding for at most one step of a healthy engine.
         answer = asyncio.ensure_future(ping())
         try:
             silent = 0.0

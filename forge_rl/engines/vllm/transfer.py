@@ -177,7 +177,7 @@ class WorkerExtension:
             raise ConfigError(
                 f"vLLM does not serve the adapter {name!r:.80}: {error}", hint="merge it by: forge_rl merge"
             ) from error
-        # Served all the same, its answers would be those of another model than was trained.
+        # If served, its answers would not be those of the trained model.
         if inert_modules := internals.inert_modules(worker.model_runner, number):
             worker.remove_lora(number)
             raise ConfigError(

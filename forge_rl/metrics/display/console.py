@@ -206,7 +206,6 @@ class Display(Sink):
             )
         else:
             self.panel.remove("update")
-        # In plain mode, a line about a long wait or else about a long rollout.
         line = ""
         if text and current_time - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
             line = f"{phase or 'run'}: waiting for {text}; {duration(current_time - since)} without progress"

@@ -116,7 +116,6 @@ def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
                 f"--placement gives {service} the host {unknown[0]!r}, which the job has not",
                 hint=f"its hosts are {', '.join(infos)}",
             )
-    # By default, ranks and engines are on the controller's host only if the job has no other hosts.
     job_hosts = [name for name in infos if name != THIS_HOST]
     with_gpus = [name for name in job_hosts if infos[name].gpus]
     workers = tuple(with_gpus or job_hosts or [THIS_HOST])

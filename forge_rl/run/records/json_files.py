@@ -21,8 +21,8 @@ def read_object(
     """Read a JSON object from an existing run.
 
     Raises:
-        ForgeError: an `error`: the file does not exist, is invalid, or cannot be read at the moment. Its hint tells the
-            last case apart.
+        ForgeError: of class `error`: the file does not exist, is invalid, or cannot be read at the moment. The hint
+            tells the last case apart.
     """
     try:
         content = json.loads(path.read_text())

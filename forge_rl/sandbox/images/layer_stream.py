@@ -50,14 +50,14 @@ def _gunzipped(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         for piece in pieces:
             data = piece
-            # Some tools pad a member with zeros, however many: the next member begins behind them.
+            # Some tools pad a member with zeros, however many: the next member begins after them.
             while data := data.lstrip(b"\0") if decoder.eof else data:
                 if decoder.eof:
                     decoder = zlib.decompressobj(wbits=31)
                 has_data = True
                 if part := decoder.decompress(data, _PART):
                     yield part
-                # The first: input left because the output is bounded. The second: input behind the end of a member.
+                # The first: input left because the output is bounded. The second: input after the end of a member.
                 data = decoder.unconsumed_tail or decoder.unused_data
             while not decoder.eof and (part := decoder.decompress(b"", _PART)):
                 yield part
@@ -79,7 +79,7 @@ def _unzstd(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _PieceFile:
-    """Pieces as a readable file, as Arrow wants one."""
+    """Pieces as a readable file, for Arrow."""
 
     closed = False
 

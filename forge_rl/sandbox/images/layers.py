@@ -167,7 +167,7 @@ class LayerStore:
                     # A download that broke off resumes at its source; peers send layers from the start.
                     place = None
                     if peers is not None and not os.fstat(fd).st_size:
-                        # What a peer sent is not compressed: the source cannot go on behind it.
+                        # What a peer sent is not compressed: the source cannot continue after it.
                         stack.callback(os.ftruncate, fd, 0)
                         place = peers.fetch(blob, work, self._limits.max_bytes(blob.size))
                         if place is None:

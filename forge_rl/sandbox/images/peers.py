@@ -137,8 +137,8 @@ class _LayerHandler(BaseHTTPRequestHandler):
         """Send a layer."""
         match = _PATH.fullmatch(self.path)
         authorization = self.headers.get("authorization", "").encode()
-        # Before the path is looked at: without the key, nobody learns which layers are here. Its time does not depend
-        # on where it differs.
+        # Checked before the path, so that nobody without the key learns which layers are here; in constant time, so
+        # that nobody finds out the key.
         if not hmac.compare_digest(authorization, f"Bearer {self.layers.key}".encode()):
             self.send_error(401)
         elif match is None or not has_archive(str(self.layers.folder / match[1])):

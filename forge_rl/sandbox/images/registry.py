@@ -182,7 +182,7 @@ class RegistrySource:
                 f"{layer.digest} cannot be kept: {error.strerror}", hint="free space on the disk"
             ) from None
         except _TryAgain as error:
-            # Negative: it came further, which neither counts as a failure nor waits.
+            # Negative: the download advanced, so this try neither counts as a failure nor waits.
             error.wait_s = -1.0 if start - first_byte >= _PROGRESS else error.wait_s
             raise
         if start < layer.size:
@@ -247,7 +247,7 @@ class RegistrySource:
                     if (next_request := response.next_request) is None:
                         yield response
                         return
-                # Everybody on the way could then change what is fetched, or read a token.
+                # Anybody on the way could then change what is fetched, or read a token.
                 if request.url.scheme == "https" and next_request.url.scheme != "https":
                     raise ImageError(f"{address} redirects to an address without TLS")
                 # httpx drops the authorization header of a request that is redirected to another host.

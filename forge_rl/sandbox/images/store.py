@@ -299,7 +299,7 @@ class ImageStore:
         raise ImageError(f"{reference}: others evict its layers, or fail to fetch them", hint="allow more bytes")
 
     async def _obtained(self, blob: LayerBlob, source: ImageSource, reference: str, holds: list[str]) -> None:
-        """Wait for the work on a layer, which all waiters of this process share; it ends when nobody waits any more."""
+        """Wait for the work on a layer, which all waiters of this process share; it ends with the last of them."""
         with self._guard:
             shared = self._work.get(blob.diff_id)
             if shared is None or shared.work.is_unwanted.is_set() or shared.future.done():

@@ -261,7 +261,7 @@ class LayerFolder:
             raise
         self._folders[path] = fd
         if len(self._folders) > _MAX_DESCRIPTORS:
-            # The longest unused: those in use now were moved to the end.
+            # The least recently used: each use moves a folder to the end.
             os.close(self._folders.popitem(last=False)[1])
         return fd
 
@@ -308,7 +308,7 @@ def unpack(fd: int, start: int, size: int, folder: str, limits: LayerLimits) -> 
         layer = LayerFolder(os.open(os.path.join(folder, FILES), _FOLDER), limits, headers)
         for entry in read_entries(stream):
             layer.add(entry, stream)
-        # The digest is of all bytes, also of those behind the archive's end.
+        # The digest is of all bytes, also of those after the archive's end.
         stream.drain()
         layer.finish()
     with open(os.path.join(folder, OWNERS), "w") as file:

@@ -373,7 +373,6 @@ def _described(raised: BaseException) -> list[str]:
         if isinstance(raised, CellOverrun):  # leave out the signal handler's own frame
             lines = [*lines[:-2], lines[-1]]
         return [type(raised).__name__, str(raised)[:_MOST_TRACEBACK], "".join(lines)[-_MOST_TRACEBACK:]]
-    # `str` of an error may be the cell's own code.
     except Exception as second:
         return [type(raised).__name__, f"its description raised {type(second).__name__}", ""]
 

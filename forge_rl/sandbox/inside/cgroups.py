@@ -241,8 +241,8 @@ class CgroupTree:
     def _doors(self, session: str, *controllers: str) -> list[int]:
         """Open the files by which a process enters a session's cgroups of version 1, by writing 0.
 
-        A thread that moves itself takes no lock that all forks of the machine need. Who holds one of these can move any
-        process that it sees, so that only this library's own code may have them.
+        A thread that moves itself takes no lock that all forks of the machine need. Whoever holds one of these can move
+        any process in sight, so only this library's own code may have them.
         """
         return [
             os.open(f"{session}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)

@@ -144,7 +144,7 @@ class Confinement:
             if self.strict or self.rootless:
                 self._enter_own_users(uid, lineage.proc)
             processes = limits["processes"] + self.process * commands.OWN_PROCESSES
-            # After that: a user namespace of its own counts its own processes.
+            # Set only here, as a new user namespace counts its own processes.
             resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
             # Without capabilities, the kernel allows Landlock and seccomp only after this.
             kernel.forbid_privileges()
@@ -160,7 +160,7 @@ class Confinement:
                 kernel.filter_calls(self.filter)
             for door in last:
                 os.write(door, b"0")
-            # Nothing of the server's is left open: not its channel, its cgroups or its pipe. Closed are the ranges
+            # Nothing of the server's stays open: not its channel, its cgroups or its pipe. This closes the ranges
             # between the kept descriptors, from 3 on: 0 to 2 are /dev/null.
             kept_fds = sorted([control, *(meter.fd for meter in meters)])
             for low, high in zip([2, *kept_fds], [*kept_fds, MOST_FILES], strict=True):

@@ -302,7 +302,7 @@ def _is_opaque(folder: int) -> bool:
 
 
 def _copy_entry(name: str, status: os.stat_result, source: int, target: int) -> bool:
-    """Copy a file, link or device; return False for a socket, which without its listener is of no use."""
+    """Copy a file, link or device; return False for a socket, which is useless without its listener."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFLNK:
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)

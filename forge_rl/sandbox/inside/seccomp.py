@@ -118,7 +118,7 @@ def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
     The kernel runs each new filter on every call's number when it is set, so that a long chain would slow down starts.
 
     Args:
-        after: number of lines behind these to skip if the number is in no range.
+        after: number of lines after these to skip if the number is in no range.
     """
     # A line's second and third field are how many lines to jump if its test holds, and if it does not.
     if len(ranges) == 1:

@@ -483,7 +483,7 @@ class _SessionServer:
                 return
             if pid == 0:
                 return
-            # `_finish` must not kill this PID any more, which the kernel may give to another process from here on.
+            # `_finish` must not kill this PID from here on, as the kernel may give it to another process.
             if (lineage := self.inits.pop(pid, None)) is not None:
                 lineage.init = 0
             if pid in self.removers:

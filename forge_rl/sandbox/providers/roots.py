@@ -111,7 +111,7 @@ class RootListing:
         Paths below anything but a folder are left out.
 
         Raises:
-            UnreadableRootError: it has more new files than a serious command makes.
+            UnreadableRootError: it has more new files than any honest command makes.
         """
         # Lines are counted before they are parsed, as each takes some 400 bytes of this process.
         listed_before = zlib.decompress(self.packed)
