@@ -57,7 +57,8 @@ async def main(config: Config) -> None:
     """Run all remaining steps."""
     async with start(config) as run:
         if not run.scores:
-            await run.evaluate()
+            async with run.recovering():
+                await run.evaluate()
         while run.step < config.steps:
             async with run.recovering():
                 await step(run)
