@@ -193,7 +193,7 @@ def sees_thoughts(factory: EnvFactory) -> bool:
 
 def _base_factory(factory: EnvFactory) -> object:
     """Return the factory without options: `--env FILE.py:NAME,KEY=VALUE` binds them with a partial, which lacks the
-    attributes of what it wraps."""
+    factory's attributes."""
     return factory.func if isinstance(factory, functools.partial) else factory
 
 

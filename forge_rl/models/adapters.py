@@ -371,7 +371,7 @@ class Adapter:
     def _merged(
         self, tensors: Mapping[str, torch.Tensor], factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]]
     ) -> dict[str, torch.Tensor]:
-        """Return those of a model's tensors that are adapted, with the adapters added."""
+        """Return a model's adapted tensors, with the adapters added."""
         scaled_factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = {}
         # The factors may be of another model with the same names, so shapes are compared first.
         for name in filter(factors.__contains__, tensors):

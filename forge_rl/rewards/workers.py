@@ -161,7 +161,7 @@ async def _ask(process: asyncio.subprocess.Process, call: bytes) -> dict[str, ob
 
 
 async def _exit_status(process: asyncio.subprocess.Process) -> int | None:
-    """End a process without an answer; return its exit status if it died by itself."""
+    """End a process without an answer; return its exit status if it had exited."""
     assert process.stdout is not None
     if process.stdout.at_eof():
         with contextlib.suppress(TimeoutError):

@@ -123,7 +123,7 @@ class Scheduler:
             self._to_evaluate += group.episodes
 
     def await_evaluation(self, awaited: bool) -> None:
-        """Record whether evaluations are awaited; if so, those of their episodes that wait for an engine go first."""
+        """Record whether evaluations are awaited; if so, their episodes that wait for an engine go first."""
         self.capacity.set_evaluating(awaited)
         if not awaited:
             return
@@ -343,8 +343,8 @@ class Scheduler:
         return episodes
 
     def pop_grants(self) -> list[InflightEpisode]:
-        """Return the episodes that decode from now on, each on its `engine`; while paused, only those of an awaited
-        evaluation."""
+        """Return the episodes that decode from now on, each on its `engine`; while paused, only an awaited
+        evaluation's."""
         episodes: list[InflightEpisode] = []
         while heap := self._first_waiting():
             rank, _, episode = heap[0]

@@ -165,7 +165,7 @@ class Cluster:
             self.on_lost.tell(host, cause)
 
     def tell_change(self) -> None:
-        """Wake everyone who waits for a `change`; they check for themselves what has changed."""
+        """Wake everyone who waits for a `change`, without saying which."""
         self._changed.set()
         # The event that was set wakes those who wait now; later ones wait for the next change.
         self._changed = asyncio.Event()

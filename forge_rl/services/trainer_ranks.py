@@ -147,8 +147,8 @@ class TrainerRanks:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again. Only restarts after a failure count, not those of healthy ranks, such as the policy's after a
-        critic's death.
+        called again. Restarts of healthy ranks, such as the policy's after a critic's death, do not count as
+        failures.
 
         Args:
             resume: training state to resume from, including version and updates; None restarts from the model, at

@@ -403,8 +403,8 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]], merged: 
 
 
 def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
-    """Combine the fingerprints of readers' slices into those of whole tensors; a slice that several readers hold counts
-    once.
+    """Combine fingerprints of readers' slices to fingerprints of whole tensors; a slice that several readers hold
+    counts once.
 
     Raises:
         WeightsError: readers hold different values of one slice, or two slices overlap.

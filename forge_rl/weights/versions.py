@@ -33,7 +33,7 @@ class VersionIndex:
         self._needed: dict[str, int] = {}
         """Size of each bucket that a kept, leased or base version has, by key."""
         self._leases: dict[str, Manifest] = {}
-        """Leased versions, including those of earlier epochs, by the lease's name."""
+        """Leased versions of all epochs, by the lease's name."""
         self.epoch = 0
         """Number of rollbacks so far."""
 

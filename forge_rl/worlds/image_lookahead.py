@@ -70,7 +70,7 @@ class ImageLookahead:
         """Begin to fetch images in this order, instead of those named before.
 
         A pull of an image that is named again continues. Calls in one turn of the event loop count as one, as
-        environments that share a folder are told of their tasks one after another; their images take turns.
+        environments that share a folder prepare their tasks one after another; their images take turns.
 
         Returns:
             Counts since the last call: `image_wait_s`, seconds that episodes waited for images; `image_uses`;

@@ -189,7 +189,7 @@ def _message(column: str, number: int, entry: object, *, fillers: bool) -> Messa
 
 
 def _renamed(entry: object) -> object:
-    """Rename a message's keys and roles from ShareGPT's, and OpenAI's former ones, to those of chat templates."""
+    """Rename keys and roles of ShareGPT, and former ones of OpenAI, as chat templates call them."""
     if not isinstance(entry, Mapping):
         return entry
     role = entry.get("role")

@@ -316,8 +316,8 @@ async def _frames(
 ) -> AsyncIterator[bytes]:
     """Yield a version as frames: each a header, then the bytes of a bucket's tensors.
 
-    Errors on this side are added to `problems`. The server is told of them, so that it has given up the load by the
-    time it answers.
+    Errors on this side are added to `problems`. The server learns of them, and has given up the load by the time it
+    answers.
     """
     yield _header({**wire.manifest_to_json(manifest), "reader": reader})
     while True:

@@ -72,7 +72,7 @@ def check_finish(completion: CompletionOutput) -> None:
     """Check that a completion continues, or ended as it should.
 
     Raises:
-        RuntimeError: vLLM gave it up; what it has would pass for a short answer, or for the scores of a whole prompt.
+        RuntimeError: vLLM gave it up; its tokens so far could pass for a short answer, or for a prompt's scores.
     """
     if completion.finish_reason not in (None, "stop", "length"):
         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")

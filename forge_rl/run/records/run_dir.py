@@ -213,7 +213,7 @@ def code_digests(*objects: object) -> dict[str, str]:
     also digests of the full files that an object names as its `files`, such as a judge's rubric, and of the files in
     its `model_folder`.
 
-    Files of the same name are told apart by the shortest ends of their paths that differ.
+    Files of the same name are keyed by the shortest ends of their paths that differ.
 
     Objects in other objects, such as the functions of a ToolEnv, are included. Installed packages, forge_rl itself
     except its recipes, and code typed at a prompt are left out.

@@ -377,7 +377,7 @@ def _copy_folder(source: int, target: int, users: Mapping[int, int]) -> None:
     """Copy the content and mode of an open folder to another; closes both.
 
     Args:
-        users: owners of the copies by those of the originals; root for others.
+        users: owner of a copy, by its original's owner; root if not listed.
     """
     try:
         for name in os.listdir(source):

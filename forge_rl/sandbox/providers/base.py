@@ -14,7 +14,7 @@ from forge_rl.sandbox.providers.web import WebClient
 S = TypeVar("S", bound="ProviderSession")
 T = TypeVar("T")
 _CANCEL_S = 10.0
-"""Time that a cancelled start gets to end, so that what it started can be ended."""
+"""Time that a cancelled start gets to end, so that its sandbox can be ended."""
 
 
 class ContainerEndedError(SandboxError):
