@@ -263,4 +263,8 @@ async def test_a_host_serves_its_copies_and_readers_survive_its_death(tmp_path: 
         os.kill(await hosts.ask(hosts.reader, "process_id"), signal.SIGKILL)
         assert await asyncio.wait_for(following, 60) == await hosts.published(second)
         assert (await hosts.ask(third, "received"))["a"] >= sum(bucket.bytes for bucket in second.buckets[1:])
-        assert await hosts.ask(third, "held") == (sum(b.bytes for b in (*first.buckets, *second.buckets)), [])
+        held_bytes, removed_files = await hosts.ask(third, "held")
+        # A segment that was reserved for a failed transfer is not reused while another transfer writes.
+        spare_bytes = sum(bucket.bytes for bucket in second.buckets[1:])
+        assert 0 <= held_bytes - sum(bucket.bytes for bucket in (*first.buckets, *second.buckets)) <= spare_bytes
+        assert removed_files == []
