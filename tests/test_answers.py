@@ -137,7 +137,7 @@ def test_decimals_beyond_the_largest_double_are_compared():
 
 
 @pytest.mark.parametrize(
-    ("text", "same", "different"),
+    ("text", "equal_text", "other_text"),
     [
         ("sin x cos x", r"\sin(x)\cos(x)", r"\sin(x\cos(x))"),
         ("sin xcos x", r"\sin x \operatorname{cos} x", r"\sin(x\cos(x))"),
@@ -153,12 +153,12 @@ def test_decimals_beyond_the_largest_double_are_compared():
     ],
 )
 def test_the_argument_of_a_function_without_brackets_ends_before_the_next_function(
-    text: str, same: str, different: str
+    text: str, equal_text: str, other_text: str
 ):
-    assert equal(text, same)
-    assert equal(same, text)
-    assert not equal(text, different)
-    assert not equal(different, text)
+    assert equal(text, equal_text)
+    assert equal(equal_text, text)
+    assert not equal(text, other_text)
+    assert not equal(other_text, text)
 
 
 def test_random_text_of_signs_is_read_or_refused():

@@ -355,6 +355,6 @@ def test_this_machines_gpus_are_planned_as_gpus(
     words = ("--on", "local", "--trainer.ranks", "2", "--generator.max-model-len", "256")
     with assumed_gpus(4, device.memory):
         show_forecast(planned(written(tmp_path, SMALL), *words))
-    shown = " ".join(capsys.readouterr().out.split())
+    printed_text = " ".join(capsys.readouterr().out.split())
     for text in ("layout on 4xH100-80G", "devices 0 to 1", f"assumed: training {GPU_EFFICIENCY.training:g}"):
-        assert text in shown
+        assert text in printed_text

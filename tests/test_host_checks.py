@@ -128,7 +128,7 @@ async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
 async def test_a_host_that_fails_is_a_finding_and_the_others_are_examined(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     class Host:
         """Answers the doctor as a sound host does, but for b."""
@@ -137,7 +137,7 @@ async def test_a_host_that_fails_is_a_finding_and_the_others_are_examined(
             self.name = name
 
         async def call(self, method: str, *args: Any, deadline_s: float) -> Any:
-            asked.append((self.name, method))
+            calls.append((self.name, method))
             if (self.name, method) == ("b", failing):
                 raise ReplicaError(f"no answer to {method}", service="doctor")
             if method == "answer_probe":
@@ -157,9 +157,9 @@ async def test_a_host_that_fails_is_a_finding_and_the_others_are_examined(
     await doctor._examine(examination, tmp_path)
     check = {"facts": "facts", "listen": "ports", "unshare": "rdma"}[failing]
     assert bad(examination.findings) == [(check, "b", "fail")]
-    assert asked[-1] == ("c", "speeds")
-    assert ("c", "all_reduce") in asked
-    assert ("b", "all_reduce") not in asked
+    assert calls[-1] == ("c", "speeds")
+    assert ("c", "all_reduce") in calls
+    assert ("b", "all_reduce") not in calls
 
 
 def test_a_run_goes_on_without_a_host_that_fails_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):

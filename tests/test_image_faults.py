@@ -202,16 +202,16 @@ async def test_what_a_peer_has_half_sent_is_not_taken_for_the_registrys(
         os.pwrite(job.partial_fd, b"half", 0)
         raise ImageError("nobody waits for it any more")
 
-    made = image([layer(member("a", b"1"))])
+    one_layer_image = image([layer(member("a", b"1"))])
     with registry() as server:
-        reference = server.add(made, "it:1")
+        reference = server.add(one_layer_image, "it:1")
         store = ImageStore(tmp_path / "store", peers=LayerPeers(addresses=["http://127.0.0.1:9"], key="a key of some"))
         with monkeypatch.context() as patched:
             patched.setattr(LayerPeers, "fetch", half)
             with pytest.raises(ImageError, match="nobody waits"):
                 await store.get(reference)
         await store.get(reference)
-        assert server.requests[f"/v2/it/blobs/{made.layers[0]}"] == 1
+        assert server.requests[f"/v2/it/blobs/{one_layer_image.layers[0]}"] == 1
 
 
 async def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path):

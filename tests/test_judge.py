@@ -320,7 +320,7 @@ def test_a_retry_never_comes_before_the_endpoints_retry_after(monkeypatch: pytes
     waits = list[float]()
     sleep = asyncio.sleep
 
-    async def recorded(delay: float, *given: object) -> None:
+    async def recorded(delay: float, *results: object) -> None:
         waits.append(delay)
         await sleep(0)
 

@@ -317,10 +317,10 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
             )
             return members, limits, memory
 
-    (own, others), limits, memory = sandbox.run(work())
-    assert len(own) > 0
-    assert all(pids == own[0] and len(pids) == 1 for pids in own)
-    assert all(pids == others[0] != own[0] for pids in others)
+    (first_pids, second_pids), limits, memory = sandbox.run(work())
+    assert len(first_pids) > 0
+    assert all(pids == first_pids[0] and len(pids) == 1 for pids in first_pids)
+    assert all(pids == second_pids[0] != first_pids[0] for pids in second_pids)
     assert limits == {str(LIMITS.processes)}
     assert memory <= {str(LIMITS.memory_bytes)}
 

@@ -1,4 +1,4 @@
-"""Tells the kind and number of devices that services run on, without loading torch if there is no GPU driver."""
+"""Tells the kind and number of devices that services run on, without loading torch on hosts without a GPU driver."""
 
 from __future__ import annotations
 

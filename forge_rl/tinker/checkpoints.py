@@ -184,7 +184,7 @@ class CheckpointStore:
         """Return the training, the checkpoint and the folder of a tenant's tinker:// path.
 
         Raises:
-            ApiError: there is no such checkpoint, or it has expired.
+            ApiError: the path names no checkpoint, or an expired one.
             CheckpointError: it cannot be read.
         """
         parts = path.removeprefix("tinker://").split("/") if path.startswith("tinker://") else []

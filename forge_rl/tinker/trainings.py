@@ -277,8 +277,8 @@ class Trainings:
     async def _run_together(self, first: Training) -> bool:
         """Execute the next passes of a training and of others that fit into one row with it.
 
-        Returns False if there are no others, or if the joint pass fails, for example as one of the requests ends the
-        trainer: `_step` then executes them one by one, and shows which it is.
+        Returns False if no other one fits, or if the joint pass fails, for example because one of the requests ends
+        the trainer: `_step` then executes them one by one, which shows the culprit.
         """
         together, room = list[tuple[Training, PackedPass]](), self._trainer.layout.longest
         for training in (first, *(training for training in self._ready if training is not first)):

@@ -4,7 +4,7 @@ everything.
 A version is a header, such as 0000000012.json, and parts with its tensors, such as 0000000012-000.bin. The header is
 written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and
 each tensor's fingerprint, which a reader compares with its result: readers get the published bytes or an error.
-Fingerprints are not signatures: whoever can write to the address decides on the weights.
+Fingerprints are not signatures: anyone who can write to the address controls the weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Manifest of a weight version. It is committed last, so a reader sees a whole version or none.
 
-A version is stored in buckets: runs of bytes that hold whole tensors one after the other, whatever the layouts of
-writers and readers.
+A version is stored in buckets: runs of bytes that hold whole tensors one after the other, independent of the layouts
+of writers and readers.
 """
 
 from __future__ import annotations

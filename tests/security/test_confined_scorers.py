@@ -252,9 +252,9 @@ async def test_an_answer_that_exceeds_the_limits_is_wrong_and_not_unscored():
     assert [await workers("memory"), await workers("depth")] == [None, None]
 
 
-def keeps(kept: list[bytearray] = []) -> int:  # noqa: B006
-    kept.append(bytearray(1 << 30))  # its pages are never written
-    return len(kept)
+def keeps(blocks: list[bytearray] = []) -> int:  # noqa: B006
+    blocks.append(bytearray(1 << 30))  # its pages are never written
+    return len(blocks)
 
 
 async def test_memory_that_earlier_answers_took_costs_no_later_one() -> None:
