@@ -26,8 +26,11 @@ from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
 from recipes.grpo import Config
+from tests.code_tricks import CALLED, PRINTED
 from tests.commands import Command, metrics
+from tests.harbor_tasks import TASKS, TRICKS
 from tests.recorded_runs import recorded_run
+from tests.security.test_hostile_images import IMAGES, LAYERS
 from tools.figures import FOLDER, filled, pages, parts, rows, table
 from tools.record_runs import TUTORIAL, tutorial
 
@@ -205,6 +208,16 @@ def test_every_room_says_what_it_is_and_contributing_leads_to_it() -> None:
 def test_contributing_and_the_architecture_can_be_read_at_once() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1500
+
+
+def test_pages_say_how_many_attempts_tests_make() -> None:
+    doors = ROOT / "docs" / "doors"
+    assert f"`tests/code_tricks.py` has {len(CALLED) + len(PRINTED)} attempts" in (doors / "reward.md").read_text()
+    images = f"`tests/security/test_hostile_images.py` has {len(LAYERS) + len(IMAGES)} such images"
+    assert images in (doors / "images.md").read_text()
+    assert (len(TASKS), len(TRICKS)) == (10, 5)
+    counts = r"Ten tasks in this format are in `tests/harbor_tasks\.py`: .* five tricks 0"
+    assert re.search(counts, (doors / "world.md").read_text())
 
 
 def test_figures_on_all_pages_are_what_their_files_say() -> None:
