@@ -234,7 +234,7 @@ def flags_by_group() -> str:
     modules = [module.name for module in pkgutil.iter_modules(recipes.__path__) if not module.ispkg]
     for name in sorted(modules, key=lambda name: name != "grpo"):
         for flag in usable_flags(importlib.import_module(f"{recipes.__name__}.{name}").Config):
-            rows = groups.setdefault(flag.path[0] if len(flag.path) > 1 else name, {})
+            rows = groups.setdefault(flag.path[0] if len(flag.path) > 1 else f"recipes.{name}", {})
             if not any(flag.name in other_rows for other_rows in groups.values()):
                 rows[flag.name] = [f"`{flag.name}`", _shown(flag.value), flag.text]
     columns = ["flag", "default", "meaning"]
