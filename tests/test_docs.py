@@ -139,6 +139,13 @@ def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:
     assert quoted.strip() in (ROOT / "recipes" / "grpo.py").read_text()
 
 
+def test_the_page_of_agents_quotes_their_recipe() -> None:
+    page = (ROOT / "docs" / "doors" / "agent.md").read_text()
+    recipe = {line.strip() for line in (ROOT / "recipes" / "agent_openai.py").read_text().splitlines()}
+    [quoted] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "rl.Session" in text]
+    assert {line.strip() for line in quoted.splitlines()} <= recipe
+
+
 def test_the_method_on_its_page_is_accepted() -> None:
     page = (ROOT / "docs" / "doors" / "methods.md").read_text()
     code = next(text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "class Truncated" in text)
