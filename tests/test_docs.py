@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from forge_rl.cli import commands as programs
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
 from forge_rl.envs.env_flag import build_environment
+from forge_rl.errors import TaskError
 from forge_rl.flags.command_line import parse
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Task
 from recipes.grpo import Config
 from tests.code_tricks import CALLED, PRINTED
 from tests.commands import Command, metrics
@@ -144,6 +148,21 @@ def test_the_page_of_agents_quotes_their_recipe() -> None:
     recipe = {line.strip() for line in (ROOT / "recipes" / "agent_openai.py").read_text().splitlines()}
     [quoted] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "rl.Session" in text]
     assert {line.strip() for line in quoted.splitlines()} <= recipe
+
+
+def test_the_examples_function_on_its_page_ends_answers_as_the_template_does(tiny_model: Path) -> None:
+    page = (ROOT / "docs" / "doors" / "examples.md").read_text()
+    [code] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "def backwards" in text]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    tokenizer = Tokenizer(tiny_model)
+    task = Task(id="sum/1", source="sum", messages=({"role": "user", "content": "2+30"},))
+    [episode] = names["backwards"](task, tokenizer)
+    [turn] = episode.turns
+    assert turn.token_ids[-1] == tokenizer.turn_ends.trained
+    assert tokenizer.decode(turn.token_ids) == "03+2"
+    with pytest.raises(TaskError, match="accents"):
+        names["backwards"](replace(task, messages=({"role": "user", "content": "é"},)), tokenizer)
 
 
 def test_the_method_on_its_page_is_accepted() -> None:
