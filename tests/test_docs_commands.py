@@ -88,8 +88,8 @@ def unknown_flags(text: str, *, measures: bool) -> list[str]:
     Args:
         measures: whether the text is of benchmarks or tools.
     """
-    known = own_flags() | OF_OTHERS | (tool_flags() if measures else frozenset())
-    return [flag for flag in FLAG.findall(text) if flag not in known]
+    accepted = own_flags() | OF_OTHERS | (tool_flags() if measures else frozenset())
+    return [flag for flag in FLAG.findall(text) if flag not in accepted]
 
 
 @pytest.mark.parametrize("page", [ROOT / "SECURITY.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

@@ -228,7 +228,7 @@ def options_by_name(flag: str) -> str:
 
 
 def flags_by_group() -> str:
-    """Return a table for each group of flags: those of recipes.grpo, then what other recipes add."""
+    """Return a table for each group of flags: first those of `recipes.grpo`, then those that other recipes add."""
     groups: dict[str, dict[str, list[str]]] = {}
     recipes = importlib.import_module("forge_rl.recipes")  # a package of the installation alone
     modules = [module.name for module in pkgutil.iter_modules(recipes.__path__) if not module.ispkg]
@@ -356,7 +356,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Append the sections of a page of a method, and fill those of flags and options; called by mkdocs."""
+    """Append the sections of a page of a method, and the tables of the pages of flags and options; called by mkdocs."""
     if page.file.src_uri.startswith("reference/"):
         return _PLACE.sub(lambda match: options_by_name(match[1]) if match[1] else flags_by_group(), markdown)
     return markdown + sections(page.meta) if page.file.src_uri.startswith("methods/") else markdown
