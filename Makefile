@@ -106,7 +106,7 @@ lint: $(STAMP)  ## ruff and mypy
 # The same installation as for a GPU, including hashes, in a separate folder; only the driver check is skipped.
 CUDA := EXTRA=cuda VENV=.cuda MACHINE=--without-driver
 
-check-cuda:  ## check the CUDA path without a GPU, in .cuda (9 GB); ARGS="forward triton" selects checks
+check-cuda:  ## check the CUDA path without a GPU, in .cuda (9 GB); ARGS="forward kernels" selects checks
 	@$(MAKE) --no-print-directory setup $(CUDA)
 	@.cuda/bin/python -m tools.check_cuda $(ARGS)
 

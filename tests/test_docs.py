@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,19 @@ from forge_rl.cli import commands as programs
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
 from forge_rl.envs.env_flag import build_environment
+from forge_rl.errors import TaskError
 from forge_rl.flags.command_line import parse
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Task
 from recipes.grpo import Config
+from tests.code_tricks import CALLED, PRINTED
 from tests.commands import Command, metrics
+from tests.harbor_tasks import TASKS, TRICKS
 from tests.recorded_runs import recorded_run
+from tests.security.test_hostile_images import IMAGES, LAYERS
 from tools.figures import FOLDER, filled, pages, parts, rows, table
 from tools.record_runs import TUTORIAL, tutorial
 
@@ -136,6 +143,28 @@ def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:
     assert quoted.strip() in (ROOT / "recipes" / "grpo.py").read_text()
 
 
+def test_the_page_of_agents_quotes_their_recipe() -> None:
+    page = (ROOT / "docs" / "doors" / "agent.md").read_text()
+    recipe = {line.strip() for line in (ROOT / "recipes" / "agent_openai.py").read_text().splitlines()}
+    [quoted] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "rl.Session" in text]
+    assert {line.strip() for line in quoted.splitlines()} <= recipe
+
+
+def test_the_examples_function_on_its_page_ends_answers_as_the_template_does(tiny_model: Path) -> None:
+    page = (ROOT / "docs" / "doors" / "examples.md").read_text()
+    [code] = [text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "def backwards" in text]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    tokenizer = Tokenizer(tiny_model)
+    task = Task(id="sum/1", source="sum", messages=({"role": "user", "content": "2+30"},))
+    [episode] = names["backwards"](task, tokenizer)
+    [turn] = episode.turns
+    assert turn.token_ids[-1] == tokenizer.turn_ends.trained
+    assert tokenizer.decode(turn.token_ids) == "03+2"
+    with pytest.raises(TaskError, match="accents"):
+        names["backwards"](replace(task, messages=({"role": "user", "content": "é"},)), tokenizer)
+
+
 def test_the_method_on_its_page_is_accepted() -> None:
     page = (ROOT / "docs" / "doors" / "methods.md").read_text()
     code = next(text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "class Truncated" in text)
@@ -205,6 +234,16 @@ def test_every_room_says_what_it_is_and_contributing_leads_to_it() -> None:
 def test_contributing_and_the_architecture_can_be_read_at_once() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
     assert len((ROOT / "docs" / "architecture.md").read_text().split()) <= 1500
+
+
+def test_pages_say_how_many_attempts_tests_make() -> None:
+    doors = ROOT / "docs" / "doors"
+    assert f"`tests/code_tricks.py` has {len(CALLED) + len(PRINTED)} attempts" in (doors / "reward.md").read_text()
+    images = f"`tests/security/test_hostile_images.py` has {len(LAYERS) + len(IMAGES)} such images"
+    assert images in (doors / "images.md").read_text()
+    assert (len(TASKS), len(TRICKS)) == (10, 5)
+    counts = r"Ten tasks in this format are in `tests/harbor_tasks\.py`: .* five tricks 0"
+    assert re.search(counts, (doors / "world.md").read_text())
 
 
 def test_figures_on_all_pages_are_what_their_files_say() -> None:

@@ -11,6 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast, get_args
 
 import numpy as np
@@ -26,7 +27,9 @@ from forge_rl.algorithms.losses import PolicyLoss
 from forge_rl.algorithms.protocol import FlagNames
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.flags.command_line import parse
+from forge_rl.flags.fields import usable_flags
 from forge_rl.types import Advantages
+from recipes import agent_command, grpo, ppo
 from tests.fakes import batch_of
 from tools import methods
 from tools.methods import FOLDER, ROOT, conformance, sections
@@ -87,6 +90,40 @@ def test_the_navigation_has_every_page_once() -> None:
     pages = [page for pages_of_kind in sections_by_kind.values() for page in pages_of_kind]
     assert sorted(pages) == sorted(f"methods/{path.name}" for path in PAGES)
     assert tuple(sections_by_kind) == methods.KINDS
+
+
+def test_pages_of_flags_and_options_have_all_of_them() -> None:
+    flags = methods.flags_by_group()
+    assert "| `--schedule.max-lag` | `1` | Maximum versions between" in flags
+    assert "| `--cache` | `~/.cache/forge_rl` |" in flags
+    for recipe in (grpo, ppo, agent_command):
+        for flag in usable_flags(recipe.Config):
+            assert flags.count(f"| `{flag.name}` |") == 1, flag.name
+    assert str(ROOT) not in flags
+    for flag, names in methods.NAMES.items():
+        headings = re.findall(r"^### `(\w+)` ", methods.options_by_name(flag), flags=re.MULTILINE)
+        assert headings == sorted(name for name in names if name)
+    options = "\n".join(map(methods.options_by_name, methods.NAMES))
+    for row in (
+        "| `problem` |  | Column that identifies the problem",
+        "| `highest` | `20` | Highest number to guess. |",
+        "| `corpus` |  | Texts to search",
+        "| `folder` | required | A task, a folder of tasks",
+        "| `package` |  | Packages to install",  # of VerifiersSettings
+        "| any other |  | Options of `gymnasium.make`. |",
+        "| `tokens` | required |",
+        "| `shm` | `'16Gi'` | Size of /dev/shm",
+    ):
+        assert row in options, row
+
+
+@pytest.mark.parametrize("name", ["flags", "options"])
+def test_a_page_of_the_reference_is_filled(name: str) -> None:
+    path = ROOT / "docs" / "reference" / f"{name}.md"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=f"reference/{name}.md"))
+    text = methods.on_page_markdown(path.read_text(), page, None, None)
+    assert re.search(r"<!-- (flags|options)", path.read_text())
+    assert not re.search(r"<!-- (flags|options)", text)
 
 
 def test_the_index_is_up_to_date() -> None:

@@ -4,8 +4,9 @@
     python -m tools.methods --check  # exits with 1 if it is not up to date, or a loss lacks its name or its page
 
 As a hook of mkdocs, this adds the pages to the site's navigation, and to each page what its front matter names, when
-the site is built, so that neither can go stale. Formulas become MathML, which browsers render by themselves. The keys
-of a page's front matter:
+the site is built, so that neither can go stale. In docs/reference, `<!-- options: FLAG -->` becomes a table for each
+name that the flag takes, and `<!-- flags -->` one for each group of flags. Formulas become MathML, which browsers
+render by themselves. The keys of a page's front matter:
 
     title, kind, change, source, flag   its row in the index; `kind` is one of KINDS
     options    names of losses, MODULE:CLASS with the prefix of its flags, or MODULE:FUNCTION
@@ -44,17 +45,28 @@ from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.loss_flag import METHODS
 from forge_rl.algorithms.losses import PolicyLoss
 from forge_rl.algorithms.protocol import Loss
-from forge_rl.flags.fields import flags_of
+from forge_rl.envs.env_flag import ENVIRONMENTS
+from forge_rl.flags.fields import flags_of, usable_flags
+from forge_rl.rewards.reward_flag import REWARDS
+from forge_rl.runtime.job_flag import JOBS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
 KINDS = ("Policy losses", "Advantages", "Around the loss", "Other losses", "Data and rewards")
 """Kinds of methods, in the order of the index."""
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "tasks": {"": "forge_rl.data.sources.rows:Columns"},
+    "env": ENVIRONMENTS.places,
+    "reward": REWARDS.places,
+    "job": JOBS.places,
+}
+"""Where the objects are, as MODULE:NAME, whose options the names of a flag take; "" for any name."""
 _SHARED = (LossBySource,)
 """Losses that no page is about."""
 _CURVES = "On the demo's task, as [all methods](../figures/methods.md) were measured.\n"
 _INDEX = re.compile(r"(<!-- methods -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_PLACE = re.compile(r"<!-- (?:flags|options: (\w+)) -->")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -181,23 +193,59 @@ def _options(text: str) -> str:
     name, _, prefix = text.partition(" ")
     target = resolve(name)
     if dataclasses.is_dataclass(target):
-        assert isinstance(target, type)
-        rows = [
-            [f"`{flag.name if prefix.startswith('--') else prefix + flag.dotted}`", _shown(flag.value), flag.text]
-            for flag in flags_of(target, prefix=prefix or "--")
-        ]
-        return _table(["flag" if prefix.startswith("--") else "option", "default", "meaning"], rows)
+        rows = _fields(target, prefix)
+        return _table(["flag" if prefix.startswith("--") else "option", "default", "meaning"], rows) if rows else ""
     described = _described(inspect.getdoc(target) or "")
-    parameters = [
-        parameter for parameter in inspect.signature(target).parameters.values() if parameter.name in described
-    ]
-    rows = [[f"`{parameter.name}`", _shown(parameter.default), described[parameter.name]] for parameter in parameters]
+    rows = []
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.name == "settings":  # whose fields are options themselves: see `flags.options`
+            kind = str(parameter.annotation).partition(" ")[0]
+            rows += _fields(resolve(f"{target.__module__}:{kind}"), prefix)
+        elif parameter.name in described:
+            takes_any = parameter.kind is parameter.VAR_KEYWORD
+            default = tyro.MISSING if parameter.default is parameter.empty and not takes_any else parameter.default
+            name = "any other" if takes_any else f"`{parameter.name}`"
+            rows.append([name, _shown(default), described[parameter.name]])
     return _table([f"parameter of `{target.__name__}`", "default", "meaning"], rows) if rows else ""
 
 
+def _fields(kind: Any, prefix: str) -> list[list[str]]:
+    """Return a row for each field of a config: its flag or option, default and meaning."""
+    return [
+        [f"`{flag.name if prefix.startswith('--') else prefix + flag.dotted}`", _shown(flag.value), flag.text]
+        for flag in flags_of(kind, prefix=prefix or "--")
+    ]
+
+
+def options_by_name(flag: str) -> str:
+    """Return what each name of a flag is, and a table of its options."""
+    parts = []
+    for name, place in sorted(NAMES[flag].items()):
+        about = " ".join((inspect.getdoc(resolve(place)) or "").partition("\n\n")[0].split())
+        parts += [f"### `{name}` {{ #{flag}-{name.replace('_', '-')} }}\n", f"{about}\n"] if name else []
+        parts.append(_options(place) or "It has no options.\n")
+    return "\n".join(parts)
+
+
+def flags_by_group() -> str:
+    """Return a table for each group of flags: first those of `recipes.grpo`, then those that other recipes add."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    recipes = importlib.import_module("forge_rl.recipes")  # a package of the installation alone
+    modules = [module.name for module in pkgutil.iter_modules(recipes.__path__) if not module.ispkg]
+    for name in sorted(modules, key=lambda name: name != "grpo"):
+        for flag in usable_flags(importlib.import_module(f"{recipes.__name__}.{name}").Config):
+            rows = groups.setdefault(flag.path[0] if len(flag.path) > 1 else f"recipes.{name}", {})
+            if not any(flag.name in other_rows for other_rows in groups.values()):
+                rows[flag.name] = [f"`{flag.name}`", _shown(flag.value), flag.text]
+    columns = ["flag", "default", "meaning"]
+    return "\n".join(f"## {name}\n\n{_table(columns, [*rows.values()])}" for name, rows in groups.items() if rows)
+
+
 def _shown(value: object) -> str:
-    if callable(value) or value is None or value == "":
+    if callable(value) or value is None or value == "" or str(ROOT) in str(value):
         return ""
+    if isinstance(value, Path) and value.is_relative_to(Path.home()):
+        value = Path("~", value.relative_to(Path.home()))
     return "required" if value is tyro.MISSING else f"`{value!r}`" if isinstance(value, str) else f"`{value}`"
 
 
@@ -308,7 +356,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Append the sections of a page of a method; called by mkdocs."""
+    """Append the sections of a page of a method, and the tables of the pages of flags and options; called by mkdocs."""
+    if page.file.src_uri.startswith("reference/"):
+        return _PLACE.sub(lambda match: options_by_name(match[1]) if match[1] else flags_by_group(), markdown)
     return markdown + sections(page.meta) if page.file.src_uri.startswith("methods/") else markdown
 
 

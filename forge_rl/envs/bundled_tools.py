@@ -23,6 +23,16 @@ def tools(
 ) -> ToolEnv:
     """Make the environment for `--env tools:corpus=notes.jsonl,results=3,max_turns=6`.
 
+    Args:
+        corpus: texts to search, see `Corpus.open`; without it, the calculator is the only tool.
+        results: maximum texts that a search returns.
+        max_turns: maximum completions per episode; an episode whose last completion calls tools has no answer.
+        timeout_s: timeout of one tool call.
+        instruction: system message for tasks that have none.
+        compact_above_chars: number of characters above which a conversation loses all outputs but the last; 0 keeps
+            them, and the episode ends when the context is full.
+        cache: folder of the corpora's indexes.
+
     Raises:
         ConfigError: the corpus does not exist or cannot be read.
     """

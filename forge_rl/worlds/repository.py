@@ -47,7 +47,7 @@ def shell(command):
 class RepositoryEnv:
     """Makes environments in which the model changes a repository: `--env repository:FILE`.
 
-        python -m recipes.grpo --tasks --env repository:tasks.jsonl,packages=venv/lib/python3.11/site-packages
+        python -m recipes.grpo --env repository:tasks.jsonl,packages=venv/lib/python3.11/site-packages
 
     FILE has a JSON object on each line: `repository` (a URL, or a folder), `revision`, `problem`, `tests` (ids of
     pytest) or `command` (which must exit with 0), and optionally `test_files` (text by path), `test_patch` (a diff),

@@ -2,8 +2,8 @@
 
 python -m tools.check_cuda.kernels
 
-forge_rl has no kernels of its own. CPU engines sample with other code: these kernels are from vLLM's Model Runner V2,
-with the arguments that our requests lead to.
+CPU engines sample with other code: these kernels are from vLLM's Model Runner V2, with the arguments that our requests
+lead to. The trainer's own kernels are compiled by tests/test_kernels_compile.py.
 """
 
 from __future__ import annotations
