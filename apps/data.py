@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import secrets
 import statistics
 import sys
@@ -22,6 +21,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import tyro
 from rich.console import Console
@@ -43,6 +43,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.launch import launch
+from forge_rl.run.records.json_files import check_report, write_report
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import api_key
@@ -127,8 +128,14 @@ class Config:
 
     def __post_init__(self) -> None:
         check_flags(self, "--", minimum={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
+        check_report(self.json)
         if self.play != "no" and not self.env:
             raise ConfigError(f"--play {self.play} has no environment to play", hint="set --env, such as --env game")
+        if self.url and not _is_address(self.url):
+            raise ConfigError(
+                f"--url {without_credentials(self.url)!r} is not the address of a server",
+                hint="write http://HOST:PORT/v1, or https://HOST/v1",
+            )
         if self.prompt_limit <= 0:
             raise ConfigError(
                 f"--generator.max-model-len is {self.generator.max_model_len}",
@@ -148,6 +155,15 @@ class Config:
             "--env shows an environment, not the data": _OF_DATA if self.env else (),
         }
         check_idle(self, idle_groups)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and url.isprintable()
 
 
 async def main(config: Config) -> None:
@@ -197,7 +213,7 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         yield _ask
     elif config.url:
         check_installed("--url", "openai", "judge")
-        key = api_key("--url", config.url_key_env)
+        key = api_key("--url", config.url_key_env, option="--url-key-env")
         yield functools.partial(_request, config.url, config.url_model, key or "none", config.generator.max_tokens)
     else:
         from forge_rl.runtime.processes import responsive_loop  # these load Monarch and torch
@@ -271,14 +287,23 @@ async def _request(
                 max_tokens=max_tokens,
                 **options,
             )
+        # The client passes replies of any shape on, such as the text of a web page.
         message = completion.choices[0].message
-    except (openai.OpenAIError, IndexError, ValueError) as error:
+        calls = tuple(
+            ToolCall(id=str(call.id), name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+            if call.type == "function"
+        )
+        content = message.content or ""
+        if not all(isinstance(text, str) for text in (content, *(call.name + call.arguments for call in calls))):
+            raise TypeError("its content is not text")
+    except (openai.OpenAIError, AttributeError, IndexError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ForgeError(f"{without_credentials(url)} did not answer: {reason:.300}", hint="check --url") from error
-    calls = [call for call in message.tool_calls or () if call.type == "function"]
-    return message.content or "", tuple(
-        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in calls
-    )
+        raise ForgeError(
+            f"{without_credentials(url)} did not answer with a completion: {reason:.300}",
+            hint="check --url, which ends in /v1 for most servers",
+        ) from error
+    return content, calls
 
 
 def _tell(console: Console, tokenizer: Tokenizer, task: Task, event: Observation | Step) -> None:
@@ -341,9 +366,7 @@ def show(config: Config, console: Console) -> None:
     _show_sets(console, sets, scans, lengths)
     if config.json is not None:
         eval_counts = {name: len(tasks) for name, tasks in sets.items()}
-        config.json.write_text(
-            json.dumps({"rows": kind, "sources": source_reports, "evaluation": eval_counts}, indent=1) + "\n"
-        )
+        write_report(config.json, {"rows": kind, "sources": source_reports, "evaluation": eval_counts})
 
 
 def _maker(config: Config, kind: Kind, tokenizer: Tokenizer) -> ExampleMaker | None:

@@ -23,7 +23,7 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.run.launch import launch
 from forge_rl.run.plan.host_checks import Finding
 from forge_rl.runtime.job_flag import build_job
-from forge_rl.runtime.job_protocol import Job
+from forge_rl.runtime.job_protocol import Job, SubmittedJob
 from forge_rl.system.terminal import clipped, visible
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -34,7 +34,7 @@ class Config:
     """Examine the hosts of a job, the controller's included."""
 
     job: str = "local"
-    """Where hosts come from, as of a run: local, process:N, allocation, slurm:... or kubernetes:..."""
+    """Where hosts come from, as of a run: local, process:N, allocation or kubernetes:..."""
     dry_run: bool = False
     """Print what --job would start, and exit."""
     quick: bool = False
@@ -49,7 +49,11 @@ class Config:
     """Let Monarch listen on addresses that are not private. It executes any code it receives."""
 
     def __post_init__(self) -> None:
-        build_job(self.job)  # checks it
+        if isinstance(build_job(self.job), SubmittedJob):
+            raise ConfigError(
+                f"--job {self.job} submits a whole run",
+                hint="examine nodes inside an allocation: salloc -N 2 python -m apps.doctor --job allocation",
+            )
 
 
 class _FailedError(ForgeError):
@@ -66,10 +70,8 @@ async def main(config: Config) -> None:
     from forge_rl.models.resolve import resolve_model
 
     job = build_job(config.job)
-    if not isinstance(job, Job):
-        raise ConfigError(f"--job {config.job} runs a whole command", hint="start it by its command line")
+    assert isinstance(job, Job), "others are refused by the config"
     console = Console(highlight=False)
-    await asyncio.to_thread(config.folder.mkdir, parents=True, exist_ok=True)
     model = None if config.quick else await asyncio.to_thread(resolve_model, config.model, config.cache)
     with console.status("starting") as status:
         findings = await examine(
@@ -99,7 +101,9 @@ def show(findings: list[Finding], console: Console) -> None:
         cell = Text(visible(detail))
         if hint:
             cell.append(f"\nhint: {visible(hint)}", style="italic")
-        table.add_row(check, clipped(" ".join(hosts), lines=1, width=30), Text(status, style=_STYLES[status]), cell)
+        # As Text: addresses of hosts may look like rich's markup.
+        names = Text(clipped(" ".join(hosts), lines=1, width=30))
+        table.add_row(check, names, Text(status, style=_STYLES[status]), cell)
     console.print(table)
 
 

@@ -38,6 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forge_rl.algorithms.evaluation import Comparison
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.engines.architecture import read_served
 from forge_rl.engines.context import positions, with_longest_context
@@ -46,11 +47,12 @@ from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.flags.fields import check_idle
+from forge_rl.flags.texts import names_code
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
-from forge_rl.gateway.agent_command import AgentCommand
+from forge_rl.gateway.agent_command import AgentCommand, code_file
 from forge_rl.gateway.agents import Agent, serving_agents
 from forge_rl.harness.benchmarks import benchmark, benchmark_source
-from forge_rl.harness.comparisons import compare, pairs_of, print_comparisons, score
+from forge_rl.harness.comparisons import check_scored, compare, pairs_of, print_comparisons, score
 from forge_rl.harness.evaluated import keep_episodes, keep_scores
 from forge_rl.harness.lm_eval import (
     MOST_CONTEXT,
@@ -64,6 +66,7 @@ from forge_rl.harness.lm_eval import (
 from forge_rl.harness.results_file import Results, Sets, check_settings, results_name, short_digest
 from forge_rl.harness.score_tables import print_benchmarks, print_scores, short_names
 from forge_rl.models.bundled import default_cache
+from forge_rl.models.digests import file_digest
 from forge_rl.models.resolve import find_model
 from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.composition import WeightedSum
@@ -79,7 +82,7 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.launch import launch
 from forge_rl.run.live.attach import attach
-from forge_rl.run.records.json_files import write_json
+from forge_rl.run.records.json_files import check_report, write_report
 from forge_rl.run.records.run_dir import as_json, code_digests, versions
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
@@ -172,6 +175,13 @@ class Config:
             benchmark(text)
         if self.agent and self.env:
             raise ConfigError("--agent and --env both play the episodes", hint="set one of them")
+        if self.agent.startswith(_COMMAND):
+            AgentCommand(self.agent.removeprefix(_COMMAND))  # checks it
+        elif self.agent and not names_code(self.agent):
+            raise ConfigError(
+                f"--agent {self.agent} does not name a function",
+                hint=f"write MODULE:FUNCTION or FILE.py:FUNCTION, or for a command: --agent '{_COMMAND}{self.agent}'",
+            )
         if not self.models:
             raise ConfigError("no model is named", hint="name one or more, such as smollm2-135m")
         if twice := next((name for name in self.models if self.models.count(name) > 1), ""):
@@ -180,8 +190,7 @@ class Config:
             raise ConfigError(
                 f"{self.episodes} greedy episodes of a task are equal", hint="set --temperature above 0, such as 1.0"
             )
-        if self.json is not None and not self.json.parent.is_dir():
-            raise ConfigError(f"--json: the folder {self.json.parent} does not exist", hint="create it, or set another")
+        check_report(self.json)
 
     def check_effects(self) -> None:
         """Refuse flags that other flags rule out.
@@ -225,12 +234,14 @@ class Config:
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
         if self.generator.quantization != "none":
             engines["quantization"] = self.generator.quantization
-        # Users' rewards and environments count by their code, which may have changed under the same name.
+        # Users' rewards, environments and agents count by their code, which may have changed under the same name.
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
         names = ("env", "agent", "tool_parser", "template_args")
         worlds = {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.env:
             code |= code_digests(build_environment(self.env))
+        if (file := code_file(self.agent.removeprefix(_COMMAND))) is not None:
+            code[f"agent {file.name}"] = file_digest(file)
         parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines, worlds)
         return short_digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
 
@@ -255,6 +266,7 @@ async def main(config: Config) -> None:
     check_settings(out, config.digest, as_json(config))
     package_versions, caption = versions(), "± standard error, clustered by task"
     comparisons: list[tuple[str, str, str, Comparison]] = []
+    results: dict[str, Results] = {}
     with responsive_loop():
         if is_lm_eval:
             python, package_versions["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
@@ -292,11 +304,13 @@ async def main(config: Config) -> None:
             {"first": first, "second": second, "set": name, **vars(comparison)}
             for first, second, name, comparison in comparisons
         ]
-        _write_report(
+        write_report(
             config.json,
             {"models": models, "comparisons": differences, "settings": as_json(config), "versions": package_versions},
         )
     console.print(f"prompts and answers are in {out}", soft_wrap=True)
+    for model_results in results.values():
+        check_scored(sets, model_results)
 
 
 def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
@@ -305,7 +319,13 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     Raises:
         ForgeError: a file or data set is unknown, named twice, or has no tasks for evaluation.
     """
-    sources = config.data.eval_sources(config.sets, seed=config.seed)
+    sources = config.data.eval_sources(config.sets, seed=config.seed, flag="--tasks")
+    is_whole = not any(isinstance(source, ReasoningGymSource) for source in sources.values())
+    if sources and is_whole and config.data.held_out_share is not None:
+        raise ConfigError(
+            "--data.held-out-share has no effect: all rows of files are evaluated, also those that a run trained on",
+            hint="leave it out, and give a file of rows that were not trained on",
+        )
     for text in config.benchmark:
         source = benchmark_source(text)
         if source.name in sources:
@@ -329,14 +349,13 @@ def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
     """Return settings with room for the answers of benchmarks, up to the models' context, unless flags set it."""
     benchmark_tokens = max((benchmark(text)[0].max_tokens for text in config.benchmark), default=0)
     plain, generator = Generator.Config(), config.generator
-    if not benchmark_tokens or (generator.max_tokens, generator.max_model_len) != (
-        plain.max_tokens,
-        plain.max_model_len,
-    ):
+    if not benchmark_tokens or generator.max_tokens != plain.max_tokens:
         return config
-    # One length for all models, the shortest context: otherwise answers would not be comparable.
-    max_context = min(positions(read_served(folder)) for folder in folders.values())
-    context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
+    context = generator.max_model_len
+    if context == plain.max_model_len:
+        # One length for all models, the shortest context: otherwise answers would not be comparable.
+        max_context = min(positions(read_served(folder)) for folder in folders.values())
+        context = min(max_context, benchmark_tokens + _PROMPT_TOKENS)
     # At least half of the context is left to prompts.
     room = replace(generator, max_model_len=context, max_tokens=min(benchmark_tokens, max(1, context // 2)))
     return replace(config, generator=room)
@@ -554,18 +573,6 @@ def _progress(console: Console) -> Progress:
         *(TimeElapsedColumn(), TimeRemainingColumn()),
         console=console,
     )
-
-
-def _write_report(path: Path, report: Mapping[str, object]) -> None:
-    """Write scores to the file that --json names.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        write_json(path, report)
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}", hint="set another") from error
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
+from forge_rl.system.variables import pop_key
 from forge_rl.tokens.stops import describe_added_stop
 from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -254,10 +255,9 @@ def _key(config: Config) -> tuple[str, str]:
     """Read or generate the key for requests; return it, and a shell expression for it. Both are "" for none.
 
     Raises:
-        ConfigError: the key file is unreadable or unsafe, or holds no valid key.
+        ConfigError: the key file is unreadable or unsafe, or no valid key is there.
     """
-    # Engines inherit the environment, and must not get the key.
-    environment_key = os.environ.pop(KEY_VARIABLE, "")
+    environment_key = pop_key("the gateway", KEY_VARIABLE)
     if config.without_key != "nobody":
         return "", ""
     file = config.api_key_file or config.out / "api_key"
@@ -266,7 +266,6 @@ def _key(config: Config) -> tuple[str, str]:
     elif environment_key:
         return environment_key, f"${KEY_VARIABLE}"
     else:
-        config.out.mkdir(parents=True, exist_ok=True)
         key = kept_key(file)
     return key, f"$(cat {shlex.quote(str(file.resolve()))})"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,13 +23,22 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 from rich.text import Text
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.fields import check_idle
 from forge_rl.gateway.keys import read_key
 from forge_rl.models.bundled import default_cache
 from forge_rl.run.launch import launch
 from forge_rl.sandbox.images import ImageStore, LayerPeers
 from forge_rl.sandbox.images.layers import LayerProgress
 from forge_rl.system.terminal import clipped
+
+_FLAGS_BY_ACTION: Mapping[str, tuple[str, ...]] = {
+    "pull": ("max_gb", "mirror", "peer", "key_file"),
+    "list": (),
+    "prune": ("max_gb",),
+    "serve": ("key_file", "address", "port"),
+}
+"""Flags that each action reads, besides --store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class Config:
         if (self.action == "pull") != bool(self.images):
             problem = "no image" if self.action == "pull" else f"{len(self.images)} images"
             raise ConfigError(f"{self.action} is given {problem}", hint="name images for pull, and for nothing else")
+        check_flags(self, "--", minimum={"port": 0}, below={"port": 65536})
         if self.max_gb is not None and not 0 <= self.max_gb < float("inf"):
             raise ConfigError(f"--max-gb is {self.max_gb}", hint="set it to 0 or more")
         for pair in self.mirror:
@@ -69,6 +79,19 @@ class Config:
                 raise ConfigError(f"--mirror is {pair!r}", hint="write REGISTRY=ADDRESS")
         if (self.action == "serve" or self.peer) and self.key_file is None:
             raise ConfigError("peers need a key", hint="set --key-file to a file with the same key on all hosts")
+
+    def check_effects(self) -> None:
+        """Refuse flags that the action does not read.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        other_flags = {flag for flags in _FLAGS_BY_ACTION.values() for flag in flags} - {*_FLAGS_BY_ACTION[self.action]}
+        idle_groups = {
+            f"{self.action} does not read it": sorted(other_flags),
+            "no --peer is asked": () if self.peer or self.action == "serve" else ("key_file",),
+        }
+        check_idle(self, idle_groups)
 
 
 async def main(config: Config) -> None:
@@ -80,9 +103,15 @@ async def main(config: Config) -> None:
         mirrors.setdefault(registry, []).append(address)
     key = read_key(config.key_file) if config.key_file is not None else ""
     if config.action == "serve":
-        with ImageStore(config.store).serve(config.address, config.port, key) as port:
-            console.print(f"serving the layers of {config.store} at http://{config.address}:{port}")
-            await asyncio.Event().wait()
+        try:
+            with ImageStore(config.store).serve(config.address, config.port, key) as port:
+                console.print(escape(f"serving the layers of {config.store} at http://{config.address}:{port}"))
+                await asyncio.Event().wait()
+        except OSError as error:  # of listening, as nothing else happens here
+            raise ConfigError(
+                f"cannot listen on {config.address}:{config.port}: {error.strerror or error}",
+                hint="set another --address or --port (0 picks a free one)",
+            ) from None
     if config.action == "pull":
         peers = LayerPeers(addresses=config.peer, key=key) if config.peer else None
         with _layers_progress(console) as (progress, show):
@@ -94,7 +123,8 @@ async def main(config: Config) -> None:
     store = ImageStore(config.store)
     if config.action == "prune":
         freed = await store.prune(max_bytes or 0)
-        console.print(f"freed {freed / 1e9:.2f} GB; {store.disk_bytes() / 1e9:.2f} GB are left in {config.store}")
+        remainder = f"{store.disk_bytes() / 1e9:.2f} GB are left in {config.store}"
+        console.print(escape(f"freed {freed / 1e9:.2f} GB; {remainder}"))
         return
     table = Table(box=None, header_style="bold")
     for column in ("image", "digest", "GB", "state"):
@@ -104,7 +134,8 @@ async def main(config: Config) -> None:
         state = "complete" if stored.is_complete else "layers evicted"
         table.add_row(names, stored.digest[7:19], f"{stored.disk_bytes / 1e9:.2f}", state)
     console.print(table)
-    console.print(f"{store.disk_bytes() / 1e9:.2f} GB in {config.store}; layers that images share count once here")
+    size = f"{store.disk_bytes() / 1e9:.2f} GB in {config.store}"
+    console.print(escape(f"{size}; layers that images share count once here"))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import tyro
 from forge_rl.errors import ModelError
 from forge_rl.models.adapters import Adapter, is_adapter
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import base_of, check_files, model_in
+from forge_rl.models.resolve import base_of, check_files, find_trained
 from forge_rl.run.launch import launch
 from forge_rl.tokens.stops import name_added_stop
 
@@ -27,7 +27,8 @@ class Config:
     """Merge an adapter with its base model: W + scale B A, computed in float32 and rounded once to W's dtype."""
 
     adapter: tyro.conf.Positional[Path]
-    """Folder of an adapter in PEFT's format, or of a checkpoint of a run with --lora.rank."""
+    """Folder of an adapter in PEFT's format, or of a run with --lora.rank, of which the best checkpoint is taken, or
+    else the newest; or of a checkpoint."""
     out: tyro.conf.Positional[Path]
     """Folder to write, which must not exist."""
     base: str = ""
@@ -40,7 +41,7 @@ class Config:
 async def main(config: Config) -> None:
     """Write the folder."""
     base = await asyncio.to_thread(merge, config)
-    print(f"wrote {config.out}: {config.adapter} merged into {base}")
+    print(f"wrote {config.out}: {find_trained(config.adapter)} merged into {base}")
 
 
 def merge(config: Config) -> Path:
@@ -49,7 +50,7 @@ def merge(config: Config) -> Path:
     Raises:
         ModelError: the adapter cannot be read, its base model changed, or the folder exists or cannot be written.
     """
-    folder, out = model_in(config.adapter), config.out
+    folder, out = find_trained(config.adapter), config.out
     if not is_adapter(folder):
         raise ModelError(f"{folder} holds no adapter in PEFT's format", hint="name a folder with adapter_config.json")
     if out.exists():

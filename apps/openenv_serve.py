@@ -173,12 +173,13 @@ class Session:
 
     async def _step(self, data: Mapping[str, Any]) -> dict[str, object]:
         if data.get("type") == "list_tools":
+            # Tools of a task's row may leave out what OpenAI's API lets them leave out.
             functions: list[Any] = [tool["function"] for tool in self._tools]
             tool_list = [
                 {
                     "name": function["name"],
-                    "description": function["description"],
-                    "input_schema": function["parameters"],
+                    "description": function.get("description", ""),
+                    "input_schema": function.get("parameters", {"type": "object", "properties": {}}),
                 }
                 for function in functions
             ]

@@ -21,7 +21,7 @@ from forge_rl.metrics.display.format import number
 from forge_rl.run.launch import launch
 from forge_rl.system.terminal import clipped
 
-_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
+_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red", "unknown": "", "unreadable": "dim"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def _row(run: PastRun) -> list[Text]:
     return [
         Text(clipped(run.folder.name, lines=1, width=40), no_wrap=True),
         Text(run.state, _STYLES[run.state]),
-        Text(f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)),
+        Text(f"{run.step} of {run.steps}" if run.steps is not None else str(run.step) * (run.state != "unreadable")),
         *(Text("" if value is None else number(value)) for value in scores),
         Text("" if run.best_step is None else f"step {run.best_step}"),
         Text(ago),

@@ -14,7 +14,6 @@ import base64
 import contextlib
 import hashlib
 import math
-import os
 import secrets
 import shlex
 import sys
@@ -48,6 +47,7 @@ from forge_rl.sandbox.pool import Profile
 from forge_rl.sandbox.providers.wire import MAX_WAIT_S, SandboxWireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
+from forge_rl.system.variables import pop_key
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
 _SWEEP_S = 1.0
@@ -491,9 +491,9 @@ def _keys(config: Config) -> tuple[tuple[str, ...], str]:
     """Read the API keys, or generate one; return them, and a shell expression for the first.
 
     Raises:
-        ConfigError: a key file is unreadable or unsafe, or holds no valid key.
+        ConfigError: a key file is unreadable or unsafe, or no valid key is there.
     """
-    environment_key = os.environ.pop(KEY_VARIABLE, "")
+    environment_key = pop_key("the server", KEY_VARIABLE)
     files = config.api_key_file
     if not files and environment_key:
         return (environment_key,), f"${KEY_VARIABLE}"

@@ -48,7 +48,7 @@ class Config:
     """Print the command with its environment, without the key, and exit."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", minimum={"port": 1, "seed": 0})
+        check_flags(self, "--", minimum={"port": 1, "seed": 0}, below={"port": 65536})
         if self.engine.routed_experts or self.engine.speculation != "off":
             raise ConfigError(
                 "a served engine neither drafts tokens nor returns experts",
@@ -59,7 +59,7 @@ class Config:
 async def main(config: Config) -> None:
     """Replace this process by vLLM's server."""
     if not config.print_command:
-        api_key("--api-key", KEY_VARIABLE)
+        api_key("a served engine", KEY_VARIABLE, option="")
     model = await asyncio.to_thread(resolve_model, config.model, config.cache)
     devices = config.engine.devices
     engine_environment = decode_environment(

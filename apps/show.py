@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.fields import check_idle
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.episode_files import RecordedEpisode
 from forge_rl.metrics.episode_reader import EpisodeFile
@@ -33,6 +34,7 @@ _NUMBERS = ("reward", "advantage", "turns", "tokens", "time")
 """Columns of the list that are aligned to the right."""
 _SPARED, _WIDE = ("source", "turns", "tokens", "time"), 110
 """Columns that a screen narrower than this has no room for."""
+_SELECTING = ("step", "kind", "source", "task", "outcome", "worst", "most", "whole")
 _STYLES = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green", "prompt": "cyan"}
 
 
@@ -57,7 +59,7 @@ class Config:
     worst: int = 0
     """Show this many episodes with the lowest rewards, lowest first."""
     most: int = 20
-    """Maximum number of episodes to show."""
+    """Maximum number of episodes to show, without --worst."""
     whole: bool = False
     """Print the episodes whole instead of a list."""
 
@@ -65,6 +67,18 @@ class Config:
         check_flags(self, "--", minimum={"worst": 0, "most": 1})
         if self.outcome and self.outcome not in set(Outcome):
             raise ConfigError(f"no episode ends with {self.outcome!r}", hint=f"choose one of {', '.join(Outcome)}")
+
+    def check_effects(self) -> None:
+        """Refuse flags that other arguments rule out.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        idle_groups = {
+            f"the episode {self.episode} is printed whole": _SELECTING if self.episode else (),
+            "--worst says how many are shown": ("most",) if self.worst else (),
+        }
+        check_idle(self, idle_groups)
 
 
 async def main(config: Config) -> None:
@@ -89,8 +103,8 @@ def show(config: Config, console: Console) -> None:
     if config.episode:
         name, _, row = config.episode.rpartition("-")
         file = EpisodeFile(by_name[name]) if name in by_name else None
-        # Cut to 9 digits, as `int` refuses very long numbers.
-        if file is None or not row.isdecimal() or int(row[:9]) >= len(file):
+        # Of at most 9 digits, as `int` refuses very long numbers.
+        if file is None or not row.isdecimal() or len(row) > 9 or int(row) >= len(file):
             raise ConfigError(
                 f"{config.run} has no episode {config.episode!r}", hint="list them with: forge-rl show RUN --step N"
             )
@@ -252,7 +266,7 @@ def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> 
 def _range(values: npt.NDArray[np.float32] | None, mask: npt.NDArray[np.bool_] | None) -> str | None:
     if values is None or not len(values):
         return None
-    if mask is None:
+    if mask is None or not mask.any():
         return f"{number(float(values.mean()))}; the loss saw no token"
     low, high = float(values[mask].min()), float(values[mask].max())
     return number(low) if low == high else f"{number(low)} to {number(high)}"

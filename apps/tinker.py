@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from apps.gateway import START_DEADLINE_S, running_services
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.lora_config import LoRAConfig, check_shared_base
 from forge_rl.errors import ConfigError
+from forge_rl.flags.fields import check_idle
 from forge_rl.gateway import check_address
 from forge_rl.gateway.keys import kept_key, read_key_file
 from forge_rl.models.bundled import default_cache
@@ -31,6 +32,7 @@ from forge_rl.models.hub import is_hub_model
 from forge_rl.models.resolve import find_model
 from forge_rl.run.launch import launch
 from forge_rl.run.lora_settings import check_served_targets
+from forge_rl.run.records.run_dir import lock_folder
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
@@ -42,6 +44,8 @@ from forge_rl.services.trainer_config import TrainedModel, TrainingRun
 from forge_rl.system.terminal import visible
 from forge_rl.tinker import BaseModel, TinkerConfig, TinkerServer, TinkerServices, read_keys
 from forge_rl.tokens.tokenizer import Tokenizer
+
+from .gateway import RUN_FIELDS, START_DEADLINE_S, running_services
 
 _LOADED = 4
 """Adapters that engines hold at a time, if --generator.max-loras is not set."""
@@ -82,6 +86,34 @@ class Config(TinkerConfig):
         if self.lora.dropout:
             raise ConfigError(f"--lora.dropout is {self.lora.dropout}, which requests cannot see", hint="leave it out")
 
+    def check_effects(self) -> None:
+        """Refuse flags that cannot act here.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        idle_groups = {
+            "requests set the optimizer": ("trainer.optimizer",),
+            "a request is one pass, or one update": ("trainer.minibatches", "trainer.epochs"),
+            "requests set their temperature": ("generator.temperature",),
+            "no trainer lends devices, and no host comes or goes": RUN_FIELDS,
+        }
+        check_idle(self, idle_groups)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold a server's folder during the body: two servers would spoil each other's journals.
+
+    Raises:
+        CheckpointError: another server has it.
+    """
+    lock = lock_folder(out)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
@@ -95,6 +127,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         _warn(open_to)
     keys = _keys(config)
     async with running_services(config.out, config.isolation) as services:
+        services.stack.enter_context(_locked(config.out))
         folder = await asyncio.to_thread(find_model, config.model, config.cache)
         trainer_config = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
         architecture = read_architecture(folder, trainer_config.modelling)
@@ -159,7 +192,6 @@ def _keys(config: Config) -> dict[str, str]:
     """
     if config.keys is not None:
         return read_keys(config.keys, read_key_file(config.keys))
-    config.out.mkdir(parents=True, exist_ok=True)
     return {"owner": kept_key(config.out / "api_key", prefix="tml-")}
 
 

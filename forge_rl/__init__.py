@@ -31,6 +31,11 @@ def __getattr__(name: str) -> object:
         if is_program:
             sys.exit(f"error: {error}")
         raise
+    except KeyboardInterrupt:  # a program that is stopped while it loads is stopped like any other
+        if is_program:
+            print("stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(130)
+        raise
     globals()[name] = value
     return value
 

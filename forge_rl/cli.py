@@ -18,6 +18,7 @@ from pathlib import Path
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import suggest
+from forge_rl.system.folders import write_whole
 from forge_rl.system.streams import outlive_readers
 
 PLACES = ("recipes", "apps")
@@ -56,6 +57,9 @@ def main(args: Sequence[str] | None = None) -> None:
             module = importlib.import_module(command_modules[name])
         except ForgeError as error:
             sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            print("stopped by Ctrl-C", file=sys.stderr)
+            sys.exit(130)
         launch(module.Config, module.main, prog=f"forge-rl {name}", args=arguments[1:])
     if arguments and not arguments[0].startswith("-") and arguments[0] != "new":
         hint = suggest(arguments[0], [*command_modules, "new"], "commands")
@@ -85,17 +89,19 @@ def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
     folder = importlib.resources.files(recipes[name].rpartition(".")[0])
     module = name.replace("-", "_")
     source = folder.joinpath(f"{module}.py").read_text()
-    try:
-        with path.open("w" if force else "x") as file:
-            file.write(source.replace(f"python -m recipes.{module}", f"python {path.name}"))
-        if name in _COMPANIONS and (force or not (path.parent / _COMPANIONS[name]).exists()):
-            companion = path.parent / _COMPANIONS[name]
-            companion.parent.mkdir(exist_ok=True)
-            companion.write_text(folder.joinpath(_COMPANIONS[name]).read_text())
-    except FileExistsError:
-        raise ConfigError(f"{path} exists", hint="choose another name, or add --force to overwrite it") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", hint="choose another path") from error
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists", hint="choose another name, or add --force to overwrite it")
+    texts = {path: source.replace(f"python -m recipes.{module}", f"python {path.name}")}
+    if name in _COMPANIONS and (force or not (path.parent / _COMPANIONS[name]).exists()):
+        # The recipe comes last: if its companion cannot be written, the same command can be repeated.
+        texts = {path.parent / _COMPANIONS[name]: folder.joinpath(_COMPANIONS[name]).read_text(), **texts}
+    for file, text in texts.items():
+        try:
+            if file != path:
+                file.parent.mkdir(exist_ok=True)
+            write_whole(file, text)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}", hint="choose another path") from error
     return f"wrote {path}; edit it, and run it with: python {path} --help"
 
 

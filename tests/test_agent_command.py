@@ -166,6 +166,11 @@ def test_a_log_of_agents_stays_short(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.stat().st_size < 1700 for path in sorted(tmp_path.iterdir())] == [True, True]
 
 
+def test_a_line_with_an_open_quotation_is_one_clear_message():
+    with pytest.raises(ConfigError, match=r"'python \"agent\.py' is not a command line: No closing"):
+        AgentCommand('python "agent.py')
+
+
 async def test_python_is_the_interpreter_that_runs_this():
     agent = AgentCommand("python -c 'import sys; print(sys.executable)'")
     found = await agent(TASK, session(turns=1))

@@ -207,6 +207,27 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
     overlapping = Task(id="o", source="bfcl", messages=(), truth=truth)
     for first, second, total in ((1, 2, 1.0), (2, 1, 1.0), (1, 4, 1.0), (4, 2, 1.0), (2, 2, 0.0), (4, 4, 0.0)):
         assert score_of("bfcl", overlapping, "", (call("f", x=first), call("f", x=second))) == total, (first, second)
+    rows = [{"field": ["age"], "value": ["25", 25]}, {"field": ["job"], "value": ["engineer"], "limit": [3, ""]}]
+    where = {"table": ["user"], "where": [rows], "style": [{"font": [{"size": 3, "bold": True}]}]}
+    nested = Task(id="n", source="bfcl", messages=(), truth={"ground_truth": [{"query": where}]})
+    right = [{"field": "age", "value": 25}, {"field": "Job", "value": "engineer"}]
+    style = {"font": {"size": 3, "bold": True}}
+    for condition, font, total in (
+        (right, style, 1.0),
+        ([right[0], right[1] | {"limit": 3}], style, 1.0),
+        (right[::-1], style, 0.0),
+        (right[:1], style, 0.0),
+        ([*right, right[0]], style, 0.0),
+        ([right[0] | {"value": 26}, right[1]], style, 0.0),
+        ([right[0] | {"limit": 3}, right[1]], style, 0.0),
+        ([right[0], {"field": "job"}], style, 0.0),
+        (rows, style, 0.0),
+        (right, {"font": {"size": 3, "bold": 1}}, 0.0),
+        (right, {"font": {"size": 3}}, 0.0),
+        (right, {"font": [{"size": 3, "bold": True}]}, 0.0),
+    ):
+        calls_of_row = (call("query", table="user", where=condition, style=font),)
+        assert score_of("bfcl", nested, "", calls_of_row) == total, (condition, font)
     nan = ToolCall(id="1", name="f", arguments='{"x": NaN}')
     assert score_of("bfcl", parallel, "", (*calls[:2], nan)) == 0.0
 
@@ -238,6 +259,9 @@ def test_what_is_no_benchmark_or_has_other_rows_is_one_clear_message(
     path.write_text(json.dumps(MMLU_PRO | {"options": "A"}) + "\n")
     with pytest.raises(TaskError, match=r"options.*not a list of 2 to 26 options"):
         benchmark_source(f"mmlu-pro={path}").held_out(10)
+    path.write_text(json.dumps(BFCL | {"function": ["area"], "ground_truth": []}) + "\n")
+    with pytest.raises(TaskError, match=r"function.*not a list of functions"):
+        benchmark_source(f"bfcl={path}").held_out(10)
     with pytest.raises(ConfigError, match="gsm8k") as caught:
         benchmark_source("gsm8")
     assert "--benchmark list" in caught.value.hint

@@ -162,6 +162,12 @@ def test_a_file_that_is_not_there_is_one_clear_message() -> None:
         parsed("--config", "gone.toml")
 
 
+def test_a_second_file_is_not_silently_taken_for_the_first(file: Path) -> None:
+    file.write_text("steps = 3\n")
+    with pytest.raises(ConfigError, match=f"--config is given twice, the second time with {file}"):
+        parsed("--config", str(file), f"--config={file}")
+
+
 def test_odd_values_come_back(file: Path) -> None:
     config = Config(tasks=('quote " back \\ \x7f é 😀\nline', ""), out=None, engine=Engine(rate=float("inf"), slots=1))
     file.write_text(dump(config))

@@ -21,8 +21,9 @@ from apps.data import Config, Limits, RowLimits, show, show_environment
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.preview import histogram, rendered
 from forge_rl.envs.play import typed
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.command_line import parse
+from forge_rl.run.records.json_files import write_report
 from forge_rl.services.generator import Generator
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
@@ -196,6 +197,42 @@ def test_a_model_at_an_endpoint_plays_and_its_errors_are_one_message() -> None:
     ):
         with pytest.raises(ForgeError, match=said):
             played(Config(**flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("<html>a page</html>", '"text"', "[]", "{}", '{"choices": null}', '{"choices": []}'),
+        *('{"choices": [{"message": null}]}', '{"choices": [{"message": {"content": [1]}}]}'),
+        '{"choices": [{"message": {"tool_calls": [{"id": "1", "type": "function", "function": null}]}}]}',
+        '{"choices": [{"message": {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": 5}}]}}]}',
+    ],
+)
+def test_what_is_no_completion_is_one_message(body: str) -> None:
+    content_type = "text/html" if body.startswith("<") else "application/json"
+    with (
+        judge_server(raw(200, body, Content_Type=content_type)) as server,
+        pytest.raises(ForgeError, match="did not answer with a completion: ") as caught,
+    ):
+        played(Config(env="game", play="model", url=server.url, turns=1))
+    assert "/v1" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000/v1", "http://", "http://x:99999/v1", "http://x:port/v1", "http://[::1/v1"]
+)
+def test_an_address_that_is_none_is_one_message(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server\n  hint: write http://HOST:PORT/v1"):
+        Config(env="game", play="model", url=url)
+
+
+def test_results_go_to_a_file_that_can_be_written(tmp_path: Path) -> None:
+    for path, problem in ((tmp_path, "is a folder"), (tmp_path / "absent" / "a.json", "absent does not exist")):
+        with pytest.raises(ConfigError, match=problem):
+            Config(json=path)
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ConfigError, match=r"a\.json cannot be written: Is a directory"):
+        write_report(tmp_path / "a.json", {})
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ from apps.evaluate import (
 from forge_rl.algorithms.evaluation import compare_paired
 from forge_rl.data.data_config import DataConfig
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.flags.command_line import parse
-from forge_rl.harness.comparisons import compare, pairs_of, print_comparisons, score
+from forge_rl.harness.comparisons import check_scored, compare, pairs_of, print_comparisons, score
 from forge_rl.harness.results_file import Results, _key
-from forge_rl.harness.score_tables import short_names
+from forge_rl.harness.score_tables import print_scores, short_names
 from forge_rl.look.past_runs import read_run
 from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
@@ -85,6 +85,22 @@ def test_finished_work_is_kept_and_failed_or_torn_work_is_redone(tmp_path: Path)
     assert not any(Results(path, fewer).missing(fewer).values()), "what is asked for no more is in nobody's way"
 
 
+def test_lines_of_another_form_are_dropped_and_a_file_that_cannot_be_used_is_one_clear_message(tmp_path: Path) -> None:
+    path = tmp_path / "model.jsonl"
+    results = filled(path, [0.0, 0.5, 1.0])
+    content = path.read_bytes()
+    odd = {"set": "a", "source": "a", "task": "1", "digest": "d", "episodes": [{"reward": 10**400}]}
+    path.write_bytes(content + json.dumps(odd).encode() + b'\n[]\n{"set": "a", "source": "a", "digest": []}\n7\n')
+    Results(path, SETS)
+    assert path.read_bytes() == content
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.jsonl cannot be read: Is a directory"):
+        Results(path, SETS)
+    with pytest.raises(CheckpointError, match=r"cannot write .*model\.jsonl: Is a directory"):
+        results.add("b", [episode_of(SETS["b"][0], 1.0)] * 2)
+
+
 def test_two_models_are_compared_on_the_tasks_that_both_have_scores_of(tmp_path: Path) -> None:
     first = filled(tmp_path / "first.jsonl", [0.0, 0.0, 1.0])
     second = filled(tmp_path / "second.jsonl", [1.0, 1.0, 0.0])
@@ -97,10 +113,33 @@ def test_two_models_are_compared_on_the_tasks_that_both_have_scores_of(tmp_path:
     assert score(SETS, first, k=config.episodes, success=config.success)["a"]["avg@2"] == pytest.approx(1 / 3)
 
 
+def test_a_set_of_which_all_episodes_failed_hides_no_other_score(tmp_path: Path) -> None:
+    results = filled(tmp_path / "model.jsonl", [0.0, 0.5, 1.0])
+    check_scored(SETS, results)
+    results.episodes[_key("b", SETS["b"][0])] = [episode_of(SETS["b"][0], 0.0, Outcome.JUDGE_ERROR)] * 2
+    scores = score(SETS, results, k=2, success=1.0)
+    assert scores.keys() == {"a"}
+    assert scores["a"]["avg@2"] == 0.5
+    with pytest.raises(ForgeError, match="all 2 episodes of the evaluation set b failed; b 0 ended with judge_error"):
+        check_scored(SETS, results)
+
+
 def test_names_in_tables_are_as_short_as_can_be_told_apart() -> None:
     names = ["smollm2-135m", "runs/a/checkpoints/best", "runs/b/checkpoints/best"]
     assert list(short_names(names).values()) == ["smollm2-135m", "a/checkpoints/best", "b/checkpoints/best"]
     assert short_names(["runs/a", "org/b"]) == {"runs/a": "a", "org/b": "b"}
+
+
+def test_a_table_shows_scores_that_the_first_model_lacks() -> None:
+    console = Console(file=io.StringIO(), width=100, markup=False)
+    base, tuned = {"avg@4": 0.0, "pass@4": 0.0}, {"avg@4": 0.5, "pass@4": 0.9, "maj@4": 0.75, "maj@4_stderr": 0.125}
+    print_scores(console, {"base": {"a": base}, "tuned": {"a": tuned, "b": tuned}})
+    assert isinstance(console.file, io.StringIO)
+    _, header, *rows = (line.split() for line in console.file.getvalue().splitlines())
+    assert header == ["set", "model", "avg@4", "pass@4", "maj@4"]
+    assert rows[0] == ["a", "base", "0.000", "0.000"]
+    cells = ["0.500", "0.900", "0.750", "±", "0.125"]
+    assert rows[1:4] == [["a", "tuned", *cells], ["b", "base"], ["b", "tuned", *cells]]
 
 
 def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
@@ -108,6 +147,16 @@ def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
     sets = build_sets(config)
     assert {name: len(tasks) for name, tasks in sets.items()} == {"chain_sum": 3, "leg_counting": 3}
     assert sets["leg_counting"] == build_sets(config)["leg_counting"]
+
+
+def test_rows_of_files_are_evaluated_whole_and_a_share_of_them_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(20)))
+    config = Config(models=("x",), tasks=(str(rows),))
+    assert len(build_sets(config)["rows"]) == 20
+    with pytest.raises(ConfigError, match=r"--data\.held-out-share has no effect: all rows of files are evaluated"):
+        build_sets(replace(config, data=DataConfig(held_out_share=0.1)))
+    build_sets(replace(config, tasks=(str(rows), "chain_sum"), data=DataConfig(held_out_share=0.1)))
 
 
 @pytest.mark.parametrize(
@@ -121,10 +170,14 @@ def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
         ({"temperature": -1.0}, "--temperature"),
         ({"json": Path("/nowhere/out.json")}, "the folder /nowhere does not exist"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
+        ({"tasks": ("a.jsonl:answer=",)}, "--tasks: answer has no value"),
+        ({"tasks": ("mine.py:TASKS",)}, "--tasks "),
         ({"tasks": ("chain_sum", "chain_sum")}, "given twice"),
         ({"benchmark": ("gsm9k",)}, "'gsm9k' is unknown"),
         ({"benchmark": ("bfcl",)}, "--benchmark bfcl=FILE"),
         ({"agent": "command:true", "env": "game"}, "both play the episodes"),
+        ({"agent": "python agent.py"}, "or for a command: --agent 'command:python agent.py'"),
+        ({"agent": "command:no_such_program agent.py"}, "program 'no_such_program' was not found"),
         ({"tool_parser": "hermes"}, "--tool-parser has no effect, as no task has tools"),
     ],
 )
@@ -173,6 +226,21 @@ def test_flags_without_an_effect_are_refused_by_name(flags: str, message: str) -
 )
 def test_results_of_other_settings_are_kept_apart(settings: dict[str, Any]) -> None:
     assert Config(models=("x",), **settings).digest != Config(models=("x",)).digest
+
+
+@pytest.mark.parametrize(
+    "agent", ["solver.py:solve", "solver:solve", "command:python solver.py --turns 3", "command:./solver.py"]
+)
+def test_an_edited_agent_has_results_of_its_own(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "solver.py").write_text("def solve(task): return '5'")
+    (tmp_path / "solver.py").chmod(0o755)
+    config = Config(models=("x",), agent=agent)
+    before = config.digest
+    assert config.digest == before
+    (tmp_path / "solver.py").write_text("def solve(task): return '6'")
+    assert config.digest != before
+    assert Config(models=("x",), agent="command:python -c " + "x" * 9999).digest != before
 
 
 class Twice:
@@ -226,6 +294,8 @@ def test_benchmarks_get_room_for_their_answers_unless_flags_set_it(tiny_model: P
     assert (room.max_model_len, room.max_tokens) == (512, 256), "half of the tiny model's context"
     given = replace(config, generator=Generator.Config(max_tokens=64))
     assert with_room(given, folders) == given
+    room = with_room(replace(config, generator=Generator.Config(max_model_len=300)), folders).generator
+    assert (room.max_model_len, room.max_tokens) == (300, 150), "a context of the user's does not cut answers to 16"
 
 
 def test_with_many_models_each_is_compared_with_the_first() -> None:

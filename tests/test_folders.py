@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.errors import CheckpointError
 from forge_rl.run.records.json_files import write_json
-from forge_rl.system.folders import write_whole
+from forge_rl.system.folders import make_private, write_whole
 from tests.commands import ROOT
 
 TORN = {
@@ -42,6 +43,18 @@ def test_a_small_file_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.M
     assert [file.name for file in tmp_path.iterdir()] == ["small.json"]
     write_whole(path, "é")
     assert path.read_bytes() == "é".encode()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").chmod(0o644)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place, cause in (("file", "Not a directory"), ("file/runs", "Not a directory"), ("loop", "Not a directory")):
+        with pytest.raises(CheckpointError, match=f"the folder {tmp_path / place} cannot be written: {cause}"):
+            make_private(tmp_path / place, CheckpointError)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644, "the mode of a file stays"
+    make_private(tmp_path / "new" / "runs", CheckpointError)
+    assert (tmp_path / "new" / "runs").stat().st_mode & 0o777 == 0o700
 
 
 def test_files_of_runs_are_written_whole() -> None:

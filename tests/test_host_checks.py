@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from apps.doctor import Config
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ReplicaError
+from forge_rl.flags.command_line import parse
 from forge_rl.jobs import doctor
 from forge_rl.jobs.doctor import Examination, examine
 from forge_rl.run.plan.host_checks import Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
@@ -93,6 +95,21 @@ def test_disks_and_gaps_are_judged(tmp_path: Path):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("flags", [("--job", "slurm:nodes=2"), ("--job", "slurm:nodes=2", "--dry-run")])
+def test_a_job_that_submits_a_whole_run_is_one_clear_message(flags: tuple[str, ...]):
+    with pytest.raises(ConfigError, match="--job slurm:nodes=2 submits a whole run") as caught:
+        parse(Config, "doctor", flags)
+    assert "--job allocation" in caught.value.hint
+
+
+async def test_a_folder_that_cannot_be_written_is_one_clear_message(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"the folder .*file/runs cannot be written: Not a directory"):
+        await examine(
+            cast(Job, build_job("local")), folder=tmp_path / "file" / "runs", model=None, public=False, say=print
+        )
+
+
 async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
     """It starts an engine and a trainer, and moves bytes between hosts."""
 

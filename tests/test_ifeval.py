@@ -182,6 +182,9 @@ def test_all_instructions_count_strictly_and_loosely() -> None:
         ([("keywords:frequency", {"keyword": "a", "frequency": 1, "relation": "about"})], "the relation is 'about'"),
         ([("language:response_language", {"language": "tlh"})], "the language 'tlh'"),
         ([("keywords:forbidden_words", {"forbidden_words": "cat"})], "not a list of texts"),
+        ([("length_constraints:number_words", {"num_words": 1e999, "relation": "at least"})], "OverflowError"),
+        ([("punctuation:no_comma", "none")], "has 'none': ValueError"),
+        ([(["punctuation:no_comma"], {})], r"the instruction \['punctuation:no_comma'\]"),
         ([], "has no instructions"),
     ],
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -21,6 +23,7 @@ import pyarrow
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.flags.command_line import parse
 from forge_rl.sandbox.images import ImageError, ImageStore, LayerPeers
 from forge_rl.sandbox.images.references import parse_reference
 from forge_rl.sandbox.images.unpack import OPAQUE
@@ -604,6 +607,35 @@ async def test_the_command_pulls_lists_and_prunes(tmp_path: Path, capsys: pytest
     for arguments in ({"action": "pull"}, {"action": "list", "images": ("a",)}, {"action": "serve"}):
         with pytest.raises(ConfigError):
             Config(**arguments)
+    (tmp_path / "key").write_text("k" * 20)
+    (tmp_path / "key").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = Config(action="serve", key_file=tmp_path / "key", port=listener.getsockname()[1], store=store)
+        with pytest.raises(ConfigError, match="Address already in use"):
+            await main(config)
+    with pytest.raises(ConfigError, match=r"layout/index.json cannot be written: Not a directory"):
+        await main(Config(action="list", store=tmp_path / "layout" / "index.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("list --max-gb 5", "--max-gb has no effect: list does not read it"),
+        ("prune --mirror a=b", "--mirror has no effect: prune"),
+        ("pull debian --port 9", "--port has no effect: pull"),
+        ("pull debian --key-file key", "--key-file has no effect: no --peer is asked"),
+        ("serve --key-file key --peer http://a", "--peer has no effect: serve"),
+        ("serve --key-file key --address 127.0.0.2 --port 9", ""),
+        ("pull debian --key-file key --peer http://a --max-gb 5 --mirror a=b", ""),
+        ("prune --max-gb 5", ""),
+    ],
+)
+def test_flags_that_an_action_does_not_read_are_refused_by_name(flags: str, message: str):
+    from apps.images import Config
+
+    config = parse(Config, "images", flags.split())
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        config.check_effects()
 
 
 @pytest.mark.long

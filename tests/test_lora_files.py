@@ -105,6 +105,11 @@ def test_an_adapter_is_a_model_as_long_as_its_base_is_unchanged(tmp_path: Path):
     assert resolve_model(str(step), tmp_path / "cache") == resolved
     with pytest.raises(ModelError, match="exists"):
         merge(MergeConfig(adapter=step, out=out, cache=tmp_path / "cache"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000007").symlink_to(step)
+    of_run = tmp_path / "of_run"
+    assert merge(MergeConfig(adapter=tmp_path / "run", out=of_run, cache=tmp_path / "cache")) == source
+    assert (of_run / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
     with pytest.raises(ModelError, match="holds no adapter"):
         merge(MergeConfig(adapter=source, out=tmp_path / "other", cache=tmp_path / "cache"))
     tensors = load_file(source / "model.safetensors")

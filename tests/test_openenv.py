@@ -25,10 +25,10 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
-from apps.openenv_serve import Config, World, app_of, key_of
+from apps.openenv_serve import Config, Session, World, app_of, key_of
 from benchmarks.ports import unused_port
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.protocol import Step
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.system.interpreters import interpreter
 from forge_rl.types import Task, ToolCall
@@ -231,6 +231,28 @@ async def test_a_world_is_played_over_the_protocol_in_many_sessions():
                 await websockets.connect(f"{url}/ws", origin="https://evil.example", proxy=None)  # type: ignore[arg-type]
 
     await check()
+
+
+class Look:
+    """A world whose tool has a name and nothing else."""
+
+    def __init__(self, task: Task) -> None:
+        pass
+
+    async def reset(self) -> Observation:
+        return Observation(messages=(), tools=({"type": "function", "function": {"name": "look"}},))
+
+    async def step(self, completion: str) -> Step:
+        return Step(done=True, reward=1.0)
+
+
+async def test_tools_are_listed_though_their_schemas_leave_fields_out() -> None:
+    session = Session(World(Config(env="tests.test_openenv:Look", tasks=("chain_sum",))))
+    await session.answer({"type": "reset", "data": {"seed": 1}})
+    answer: Any = await session.answer({"type": "step", "data": {"type": "list_tools"}})
+    [tool] = answer["data"]["observation"]["tools"]
+    assert tool == {"name": "look", "description": "", "input_schema": {"type": "object", "properties": {}}}
+    await session.close()
 
 
 def test_sessions_draw_from_the_shared_tasks_one_at_a_time() -> None:

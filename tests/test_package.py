@@ -1,5 +1,6 @@
 """The wheel: what it holds, its command, and that it works where nothing of the repository is."""
 
+import ast
 import os
 import re
 import shlex
@@ -60,6 +61,15 @@ def test_a_wheel_holds_forge_rl_alone_with_recipes_and_apps(wheel: Path):
     for place in ("recipes", "recipes/agents", "apps"):
         expected |= {f"forge_rl/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
     assert names == expected
+
+
+def test_apps_and_recipes_import_each_other_relatively():
+    """In a wheel they are packages of forge_rl, and no module is called apps or recipes."""
+    for path in (*(ROOT / "apps").glob("*.py"), *(ROOT / "recipes").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {name.partition(".")[0] for name in names} & {"apps", "recipes"}, f"{path}:{names}"
 
 
 def test_the_command_lists_recipes_and_apps_and_says_its_version(unpacked: Path, tmp_path: Path):
@@ -123,17 +133,37 @@ def test_outside_of_the_environment_a_program_says_what_to_do(program: str):
             "there is no recipe 'nonsense'\n  hint: recipes: adapters, agent-command",
         ),
         (("new", "missing/mine.py"), "missing/mine.py cannot be written: No such file or directory"),
+        (("new", "mine.py", "--from", "agent-command"), "agents/ask_twice.py cannot be written: File exists"),
         (("grop",), "there is no command 'grop'\n  hint: did you mean grpo? commands: adapters, agent-command"),
         ((), "required: COMMAND"),
     ],
 )
 def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, args: tuple[str, ...], said: str):
     (tmp_path / "kept.py").write_text("mine")
+    (tmp_path / "agents").write_text("a file where the recipe expects a folder")
     done = forge_rl(unpacked, tmp_path, *args)
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
     assert (tmp_path / "kept.py").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agents", "kept.py"], "nothing half is left"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "class Names(dict):\n    def __getitem__(self, name):\n        raise KeyboardInterrupt\n\n"
+        "import forge_rl\nforge_rl._NAMES = Names(Run=1)\nforge_rl.Run",
+        "def load(name):\n    raise KeyboardInterrupt\n\nimport importlib\nfrom forge_rl import cli\n"
+        "cli.commands = lambda: {'show': 'apps.show'}\nimportlib.import_module = load\ncli.main(['show'])",
+    ],
+)
+def test_ctrl_c_while_a_program_loads_ends_it_without_a_traceback(program: str, tmp_path: Path):
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "stopped by Ctrl-C"
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 130
 
 
 @pytest.mark.nightly

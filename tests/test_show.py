@@ -1,10 +1,12 @@
 """forge-rl show, runs and compare: what a person sees of the episodes and runs in their folders."""
 
+import contextlib
 import fcntl
 import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from rich.console import Console
 
 from apps import compare, runs, show
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.command_line import parse
 from forge_rl.look.page.episode_json import episode_json
 from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
 from forge_rl.metrics.episode_reader import EpisodeFile
@@ -203,6 +206,39 @@ def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -
         shown(show.Config(run=place))
 
 
+@pytest.mark.parametrize("name", ["1-trained-4", "1-trained-00000000000000009", "1-trained-x", "7-trained-0", "1"])
+def test_an_episode_that_is_not_there_is_one_clear_message(name: str, tmp_path: Path) -> None:
+    place = run_folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"has no episode '{name}'"):
+        shown(show.Config(run=place, episode=name))
+    assert "1-trained-3" in shown(show.Config(run=place, episode="1-trained-3"))
+
+
+def test_an_episode_of_which_the_loss_saw_no_token_is_shown(tmp_path: Path) -> None:
+    place, zeros = run_folder(tmp_path / "run"), np.zeros(6, np.float32)
+    record = RecordedEpisode(
+        step=3, kind="trained", episode=played(task_of(0), 1.0), advantages=zeros, trained=zeros.astype(bool)
+    )
+    write_episodes(place / "episodes" / "000003-trained.parquet", [record])
+    assert "0; the loss saw no token" in shown(show.Config(run=place, episode="3-trained-0"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("1-trained-0 --worst 3", "--worst has no effect: the episode 1-trained-0 is printed whole"),
+        ("1-trained-0 --whole", "--whole has no effect"),
+        ("--worst 3 --most 2", "--most has no effect: --worst says how many"),
+        ("--worst 3 --step 1 --whole", ""),
+        ("1-trained-0", ""),
+    ],
+)
+def test_filters_without_an_effect_are_refused_by_name(flags: str, message: str) -> None:
+    config = parse(show.Config, "show", ["runs/a", *flags.split()])
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        config.check_effects()
+
+
 def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     steps = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "held_out": 0.75}]
     for name in ("done", "live", "cut", "broken"):
@@ -231,6 +267,19 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     assert "1 h ago" in found["cut"]
     assert "failed" in found["broken"]
     assert " 7 " in found["odd"]
+    # Another user's run in a shared place, or a disk that is away; root may enter any folder, so a link stands for it.
+    (tmp_path / "away").symlink_to("x" * 300)
+    afar = run_folder(tmp_path / "afar")
+    (afar / ".lock").write_text("process 7 on another-machine\n")
+    ended = run_folder(tmp_path / "ended")
+    (ended / ".lock").write_text("process 7 on another-machine\n")
+    (ended / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "cut" / ".lock").write_text(f"process 7 on {socket.gethostname()}\n")
+    text = shown(runs.Config(place=tmp_path))
+    states = {line.split()[0]: line.split()[1] for line in text.splitlines()[1:]}
+    assert states["away"] == "unreadable"
+    assert states["afar"] == "unknown", "its lock is not seen here"
+    assert (states["ended"], states["cut"]) == ("finished", "stopped")
     with pytest.raises(ConfigError, match="has no runs"):
         shown(runs.Config(place=tmp_path / "done"))
     with pytest.raises(ConfigError, match="cannot be listed"):

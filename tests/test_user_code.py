@@ -70,11 +70,18 @@ def test_what_it_imports_reaches_a_process_that_lacks_those_files_if_asked(
         ("def score(:", "mine.py:score", r"mine.py cannot be imported: SyntaxError: .* \(.*mine.py:1\)"),
         ("x = 1\n1 / 0", "mine.py:score", r"ZeroDivisionError: division by zero \(.*mine.py:2\)"),
         ("import absent_module", "mine.py:score", "No module named 'absent_module'"),
+        (
+            "import argparse\nargparse.ArgumentParser().parse_args(['--score'])",
+            "mine.py:score",
+            r"mine.py ends the program with 2 when it is imported \(.*mine.py:2\)\n  hint: call its main",
+        ),
+        ("raise SystemExit('no')", "leaving:score", r"leaving ends the program with 'no' .*leaving.py:1"),
         ("", "absent_module:score", "there is no module absent_module"),
         ("", "json.absent:score", "there is no module json.absent"),
     ],
 )
 def test_what_cannot_be_found_is_said_in_one_line(source: str, text: str, message: str, users_folder: Path):
-    (users_folder / "mine.py").write_text(source)
+    for name in ("mine.py", "leaving.py"):
+        (users_folder / name).write_text(source)
     with pytest.raises(ConfigError, match=message):
         load(text, "--reward")

@@ -131,13 +131,18 @@ class DataConfig:
         for message in (message for message, is_idle in idle.items() if is_idle):
             raise ConfigError(message, hint=f"leave out {message.split()[0]}")
 
-    def eval_sources(self, tasks: Sequence[str], *, seed: int, kind: Kind = "prompt") -> dict[str, Source]:
+    def eval_sources(
+        self, tasks: Sequence[str], *, seed: int, kind: Kind = "prompt", flag: str = "--eval-tasks"
+    ) -> dict[str, Source]:
         """Build evaluation-only sources by set name: all rows of files, and the held-out part of generated tasks.
+
+        Args:
+            flag: the flag with the texts, for errors.
 
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, is_trained=False, is_evaluated=True)
+        return self._sources(_parsed(tasks, flag), seed, kind, is_trained=False, is_evaluated=True)
 
     def _sources(
         self, specs: Sequence[FlagText], seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
@@ -168,7 +173,7 @@ class DataConfig:
         # With evaluation files of their own, training files need not give up rows.
         share = (0.0 if is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
-            items: Any = user_code.load(spec.name, "--tasks")
+            items: Any = user_code.load(spec.name, spec.flag)
             return IterableSource(name, items, seed, share if is_trained else 1.0, self._columns(spec, kind))
         return TableSource(
             name,

@@ -58,6 +58,8 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
             print_help(kind, prog, "", shows_all=True)
         elif name == "--config":
             path = Path(value if equals else next(words, ""))
+            if default is not None:
+                raise ConfigError(f"--config is given twice, the second time with {path}", hint="join the files")
             default = read(path, kind)
             given_flags.update(map(current_path, flags_in(tomllib.loads(path.read_text()))))
         elif word == "--dump-config":

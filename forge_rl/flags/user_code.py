@@ -107,7 +107,7 @@ def _of_name(place: str, flag: str) -> ModuleType:
             f"{flag} {place}: there is no module {error.name}",
             hint="start in a folder from which it can be imported, or name its file as FILE.py:NAME",
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed(place, flag, error) from error
 
 
@@ -131,7 +131,7 @@ def _of_file(path: Path, flag: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         exec(compile(source, str(path), "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(str(path), flag, error) from error
     # Other processes could not import a module by this name.
@@ -158,8 +158,13 @@ def _not_users() -> tuple[str, ...]:
     return tuple(f"{place}/" for place in (*places, Path(__file__).parent.parent))
 
 
-def _failed(place: str, flag: str, error: Exception) -> ConfigError:
+def _failed(place: str, flag: str, error: Exception | SystemExit) -> ConfigError:
     location = f" ({line_of(error)})"
+    if isinstance(error, SystemExit):
+        return ConfigError(
+            f"{flag} {place} ends the program with {error.code!r:.200} when it is imported{location}",
+            hint='call its main function under `if __name__ == "__main__":` only',
+        )
     if isinstance(error, SyntaxError):
         location = f" ({error.filename}:{error.lineno})"
         error.msg = error.msg or ""

@@ -77,7 +77,7 @@ class AgentCommand:
         workplaces: where the processes work. Their changes there are scored, not their output.
 
     Raises:
-        ConfigError: the program does not exist.
+        ConfigError: the program does not exist, or the line has an open quotation.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class AgentCommand:
         log: Path | None = None,
         workplaces: Workplaces | None = None,
     ) -> None:
-        self.command = tuple(shlex.split(command) if isinstance(command, str) else command)
+        self.command = tuple(_words(command) if isinstance(command, str) else command)
         self.limits = limits or CommandLimits()
         if not self.command or shutil.which(self.command[0], path=_path()) is None:
             program = self.command[0] if self.command else ""
@@ -218,6 +218,37 @@ class AgentFunction(AgentCommand):
             # agent_child ends with the message and the hint, a line each.
             problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (process.problem, "")
             raise ConfigError(problem, hint=hint)
+
+
+def code_file(agent: str) -> Path | None:
+    """Return the file with an agent's code; None if the agent's text names none. Imports nothing.
+
+        code_file("python agent.py --turns 3")  # Path("agent.py")
+
+    Args:
+        agent: FILE.py:FUNCTION, MODULE:FUNCTION of a module in the working directory, or a command line, of which it is
+            the first argument that is a file, or else the program.
+
+    Raises:
+        ConfigError: the line has an open quotation.
+    """
+    if names_code(agent):
+        place = agent.rpartition(":")[0]
+        candidates = [place if place.endswith(".py") else f"{place.replace('.', '/')}.py"]
+    else:
+        words = _words(agent)
+        candidates = [*words[1:], *words[:1]]
+    # Unlike Path.is_file, takes arguments of any length, such as a whole program.
+    return next((Path(name) for name in candidates if os.path.isfile(name)), None)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(
+            f"the agent's command {command!r:.80} is not a command line: {error}", hint="close the quotation"
+        ) from None
 
 
 def _answer(output: str) -> str | None:

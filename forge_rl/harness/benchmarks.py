@@ -231,7 +231,8 @@ def _bfcl(row: Row) -> Row:
     tools = [{"type": "function", "function": _schema(function)} for function in functions]
     for tool in tools:
         function = tool["function"]
-        assert isinstance(function, dict)
+        if not isinstance(function, dict):
+            raise RowError("is not a list of functions", column="function", value=functions)
         # APIs allow no dots in names of functions; the reward counts them as underscores too.
         function["name"] = str(function.get("name", "")).replace(".", "_")
     return {"id": row["id"], "messages": turns[0], "tools": tools, "ground_truth": row["ground_truth"]}

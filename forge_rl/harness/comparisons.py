@@ -25,8 +25,23 @@ def pairs_of(models: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def score(sets: Sets, results: Results, *, k: int, success: float) -> dict[str, dict[str, float]]:
-    """Return a model's scores by set; see `score_set`."""
-    return {name: score_set(name, results.of_set(name, tasks), k=k, success=success) for name, tasks in sets.items()}
+    """Return a model's scores by set, see `score_set`; without the sets of which all episodes failed."""
+    episodes_by_set = {name: results.of_set(name, tasks) for name, tasks in sets.items()}
+    return {
+        name: score_set(name, tasks, k=k, success=success)
+        for name, tasks in episodes_by_set.items()
+        if any(episode.outcome.scored for episodes in tasks for episode in episodes)
+    }
+
+
+def check_scored(sets: Sets, results: Results) -> None:
+    """Check that each set has a score.
+
+    Raises:
+        ForgeError: all episodes of a set failed; says how the last one did.
+    """
+    for name, tasks in sets.items():
+        score_set(name, results.of_set(name, tasks), k=1)
 
 
 def compare(sets: Sets, first: Results, second: Results) -> dict[str, Comparison]:

@@ -98,23 +98,28 @@ def _differs(true_call: Mapping[str, Mapping[str, object]], call: ToolCall) -> s
 
 
 def _is_accepted(value: object, accepted: object, depth: int = 0) -> bool:
-    """Return whether a value is accepted; an accepted object has a list of accepted values for each field."""
+    """Return whether a value is one of the accepted ones."""
     # Bounded, as accepted values are as deep as their file says.
     if depth > 8 or not isinstance(accepted, list):
         return False
-    for candidate in accepted:
-        if isinstance(candidate, Mapping) and isinstance(value, Mapping):
-            is_accepted = all(
-                key in candidate and _is_accepted(inner, candidate[key], depth + 1) for key, inner in value.items()
-            )
-            is_complete = all(
-                key in value or (isinstance(inner, list) and "" in inner) for key, inner in candidate.items()
-            )
-            if is_accepted and is_complete:
-                return True
-        elif _plain(value) == _plain(candidate):
-            return True
-    return False
+    return any(_is_equal(value, candidate, depth) for candidate in accepted)
+
+
+def _is_equal(value: object, candidate: object, depth: int) -> bool:
+    """Return whether a value is an accepted one: an object that has a list of accepted values for each field, a list of
+    such objects in their order, or a plain value."""
+    if isinstance(value, list) and isinstance(candidate, list):
+        pairs = zip(value, candidate, strict=False)
+        return depth <= 8 and len(value) == len(candidate) and all(_is_equal(*pair, depth + 1) for pair in pairs)
+    if isinstance(value, Mapping) and isinstance(candidate, Mapping):
+        # Objects inside of an accepted object are plain values in the leaderboard's files.
+        if not all(isinstance(inner, list) for inner in candidate.values()):
+            return _plain(value) == _plain(candidate)
+        is_complete = all(key in value or "" in inner for key, inner in candidate.items())
+        return is_complete and all(
+            key in candidate and _is_accepted(inner, candidate[key], depth + 1) for key, inner in value.items()
+        )
+    return _plain(value) == _plain(candidate)
 
 
 def _plain(value: object, depth: int = 0) -> object:

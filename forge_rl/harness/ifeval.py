@@ -105,17 +105,17 @@ def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
         )
     instructions: list[tuple[str, Mapping[str, Any]]] = []
     for name, kwargs in zip(names, kwargs_list, strict=True):
-        if name not in CHECKS:
+        if not isinstance(name, str) or name not in CHECKS:
             hint = suggest(str(name), CHECKS, "instructions")
             raise TaskError(f"--reward ifeval: task {task.id!r} has the instruction {name!r:.80}", hint=hint)
-        # The data set's columns hold every parameter of every instruction, null where it does not apply.
-        parameters = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
         try:
+            # The data set's columns hold every parameter of every instruction, null where it does not apply.
+            parameters = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
             # A wrong parameter is the data's fault, and must not first show as a wrong answer.
             follows(name, parameters, "one. two.")
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
             raise TaskError(
-                f"--reward ifeval: {name} of task {task.id!r} has {parameters!r:.80}: {error!r}",
+                f"--reward ifeval: {name} of task {task.id!r} has {kwargs!r:.80}: {error!r}",
                 hint="give the parameters that google/IFEval has",
             ) from error
         instructions.append((name, parameters))

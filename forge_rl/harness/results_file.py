@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
+from forge_rl.metrics.step_lines import writing
 from forge_rl.run.records.json_files import write_json
-from forge_rl.system.folders import is_there, write_whole
+from forge_rl.system.folders import is_there, reading, write_whole
 from forge_rl.types import Episode, Outcome, Score, Task
 
 _WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
@@ -26,6 +27,9 @@ class Results:
     Args:
         path: the file; malformed lines, such as an incomplete last one, are dropped.
         sets: tasks by set. Lines of other tasks are ignored.
+
+    Raises:
+        CheckpointError: the file cannot be read or written; finished tasks stay in it.
     """
 
     def __init__(self, path: Path, sets: Sets) -> None:
@@ -33,7 +37,8 @@ class Results:
         self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
         self.episodes: dict[Key, Sequence[Episode]] = {}
         """Episodes of the finished tasks."""
-        content, intact = path.read_bytes() if is_there(path) else b"", b""
+        with reading(path):
+            content, intact = path.read_bytes() if is_there(path) else b"", b""
         for line in content.splitlines(keepends=True):
             result = self._read(line)
             if result is not None:
@@ -43,10 +48,15 @@ class Results:
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
         if intact != content or not content:  # replaced in one step, as it holds hours of work
-            write_whole(path, intact)
+            with writing(path):
+                write_whole(path, intact)
 
     def add(self, name: str, episodes: Sequence[Episode]) -> None:
-        """Store the episodes of a task."""
+        """Store the episodes of a task.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
         task = episodes[0].task
         rows = [
             {
@@ -64,7 +74,7 @@ class Results:
         row = {"set": name, "source": task.source, "task": task.id, "digest": key[2], "messages": task.messages}
         row["episodes"] = rows
         # One line a task, appended at once: a crash loses at most the line being written, which `__init__` drops.
-        with self._path.open("a") as file:
+        with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps(row, default=str) + "\n")
         self.episodes[key] = episodes
 
@@ -92,7 +102,7 @@ class Results:
                 )
                 for saved_episode in row["episodes"]
             ]
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
 
 

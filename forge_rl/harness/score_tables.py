@@ -56,13 +56,15 @@ def print_scores(
     table = plain_table("scores", caption)
     for column in ("set", "model"):
         table.add_column(column, overflow="fold")
-    first = next(iter(scores.values()))
-    # A dict as an ordered set: metrics stand in the order in which they first occur.
-    for metric in dict.fromkeys(key for set_scores in first.values() for key in set_scores if _is_score(key)):
+    # Dicts as ordered sets: sets and metrics stand in the order in which they first occur. A model may lack some, such
+    # as the majority of answers where none was extracted.
+    sets = dict.fromkeys(name for model_scores in scores.values() for name in model_scores)
+    values = [set_scores for model_scores in scores.values() for set_scores in model_scores.values()]
+    for metric in dict.fromkeys(key for set_scores in values for key in set_scores if _is_score(key)):
         table.add_column(metric, justify="right", no_wrap=True)
-    for name in first:
+    for name in sets:
         for model, model_scores in scores.items():
-            cells = [_with_error(model_scores[name], column.header) for column in table.columns[2:]]
+            cells = [_with_error(model_scores.get(name, {}), column.header) for column in table.columns[2:]]
             table.add_row(visible(name), visible(model), *cells)
     console.print(table)
 

@@ -6,14 +6,20 @@ import contextlib
 import json
 import math
 import os
+import re
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from forge_rl.errors import ConfigError
+from forge_rl.system.folders import is_there
 
-State = Literal["running", "finished", "stopped", "failed"]
+State = Literal["running", "finished", "stopped", "failed", "unknown", "unreadable"]
+"""unknown: a process of another machine, whose locks are not seen here, had the folder last and left no summary.
+unreadable: a folder that this user may not enter."""
+_HOLDER = re.compile(r"process \d+ on (\S+)")
 _MOST_BYTES = 1 << 28
 """Maximum size of a file of metrics that is read."""
 _MOST_JSON_BYTES = 1 << 22
@@ -25,34 +31,39 @@ class PastRun:
     """Summary of a run, as lists of runs show it."""
 
     folder: Path
-    model: str
     state: State
-    step: int
+    model: str = ""
+    step: int = 0
     """Last step in its metrics."""
-    steps: int | None
+    steps: int | None = None
     """Number of steps that it was to take; None if unknown."""
-    changed_s: float
+    changed_s: float = 0.0
     """Time of its last metrics, in seconds since 1970."""
-    reward: float | None
+    reward: float | None = None
     """Mean reward of the last step with one."""
-    score_before: float | None
-    score_after: float | None
-    best_step: int | None
+    score_before: float | None = None
+    score_after: float | None = None
+    best_step: int | None = None
 
 
 def list_runs(place: Path) -> list[PastRun]:
-    """List the runs in a folder, the latest last.
+    """List the runs in a folder, the latest last, after those that cannot be read.
 
     Raises:
         ConfigError: the folder does not exist.
     """
     try:
-        candidates = (path for path in place.iterdir() if (path / "config.json").is_file())
-        folders = [path for path in candidates if (path / "versions.json").is_file()]
+        folders = sorted(place.iterdir())
     except OSError as error:
         raise ConfigError(f"{place} cannot be listed: {error.strerror}", hint="name the folder of your runs") from None
-    locked = _locked()
-    return sorted((read_run(folder, locked) for folder in folders), key=lambda run: run.changed_s)
+    locked, runs = _locked(), list[PastRun]()
+    for folder in folders:
+        try:
+            if all(is_there(folder / name) for name in ("config.json", "versions.json")):
+                runs.append(read_run(folder, locked))
+        except OSError:  # in a shared place, run folders are private to their users
+            runs.append(PastRun(folder=folder, state="unreadable"))
+    return sorted(runs, key=lambda run: run.changed_s)
 
 
 def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
@@ -73,21 +84,32 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     best, steps = summary.get("best"), config.get("steps")
     ended: dict[str, State] = {"finished": "finished", "failed": "failed"}
     outcome = str(summary.get("outcome", "finished")) if summary else ""
-    # A run that was killed has neither a lock nor a summary, and counts as stopped.
-    state: State = "running" if lock in locked else ended.get(outcome, "stopped")
+    # A run that was killed has neither a lock nor a summary, and counts as stopped, unless its lock would not be seen.
+    is_elsewhere = not summary and _holder(folder / ".lock") not in ("", socket.gethostname())
+    state: State = "running" if lock in locked else "unknown" if is_elsewhere else ended.get(outcome, "stopped")
     scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
     return PastRun(
         folder=folder,
         model=str(config.get("model", "")),
         state=state,
         step=max((row["step"] for row in rows), default=0),
-        steps=steps if isinstance(steps, int) else None,
+        steps=steps if type(steps) is int else None,
         changed_s=changed,
         reward=next((value for row in reversed(rows) if (value := as_float(row.get("reward/mean"))) is not None), None),
         score_before=as_float(summary.get("score_before")),
         score_after=as_float(summary.get("score_after")) if summary else (scores[-1] if scores else None),
         best_step=best.get("step") if isinstance(best, dict) and isinstance(best.get("step"), int) else None,
     )
+
+
+def _holder(lock: Path) -> str:
+    """Return the machine whose process last held a run's lock; "" if its file does not say."""
+    with contextlib.suppress(OSError):
+        if lock.is_file():  # opening a pipe would wait for its writer
+            with lock.open("rb") as file:
+                match = _HOLDER.match(file.read(300).decode(errors="replace"))
+            return match[1] if match else ""
+    return ""
 
 
 def read_bounded(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -65,13 +66,19 @@ def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) ->
         deep: check the contents too, as in `check_own`.
 
     Raises:
-        ForgeError: an `error`, in the cases of `check_own`.
-        OSError: the folder cannot be created.
+        ForgeError: an `error`: the folder cannot be created or read, or the cases of `check_own`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    check_own(folder, error, deep=deep)
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        check_own(folder, error, deep=deep)
+    except OSError as cause:
+        raise error(
+            f"the folder {folder} cannot be written: {cause.strerror or cause}",
+            hint="free space there, or choose another folder",
+        ) from cause
     with contextlib.suppress(OSError):  # a file system without modes; the check found that nobody else may write
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 

@@ -82,28 +82,48 @@ def hand_on_too(names: Sequence[str]) -> None:
         os.environ[_PASSED] = passed_names
 
 
-def api_key(flag: str, variable: str) -> str:
-    """Return the API key in the variable that the option `api_key_env` of a flag names; "" if it names none.
+def api_key(flag: str, variable: str, *, option: str = "api_key_env=") -> str:
+    """Return the API key in an environment variable; "" if none is named.
+
+    Args:
+        flag: what needs the key, for errors.
+        variable: the variable's name; "" for none.
+        option: what sets the name, for errors: an option of the flag, such as api_key_env=, or a flag; "" for nothing.
 
     Raises:
         ConfigError: it is not the name of a variable, or the variable is not set, or cannot be sent in a header.
     """
+    is_flag = option.startswith("--")
     if variable and not variable.isidentifier():  # it may be the key itself: never print it
         raise ConfigError(
-            f"{flag}: api_key_env is not the name of an environment variable",
-            hint="put the key into a variable and pass its name, such as api_key_env=OPENAI_API_KEY",
+            f"{flag}: {option.removesuffix('=')} is not the name of an environment variable",
+            hint=f"put the key into a variable and pass its name, such as {option}{' ' * is_flag}OPENAI_API_KEY",
         )
     if variable and not os.environ.get(variable):
-        raise ConfigError(
-            f"{flag}: the environment variable {variable} is not set",
-            hint="set it to the server's key, name another as api_key_env=NAME, or write api_key_env= if it needs none",
-        )
+        hint = f"set it to the server's key, name another as {option}NAME, or write {option} if it needs none"
+        if is_flag or not option:
+            hint = "set it to the key" + f", or name another as {option} NAME" * is_flag
+        raise ConfigError(f"{flag}: the environment variable {variable} is not set", hint=hint)
     key = os.environ.get(variable, "")
-    if key != key.strip() or not key.isprintable():  # no header may have it, and HTTP clients' errors print the header
+    # No header may have it, and HTTP clients' errors print the header.
+    if key != key.strip() or not (key.isprintable() and key.isascii()):
         raise ConfigError(
-            f"{flag}: the environment variable {variable} starts or ends with white space, or has a control character",
+            f"{flag}: the environment variable {variable} starts or ends with white space, or has a character that no "
+            "header can carry",
             hint="set it to the key alone",
         )
+    return key
+
+
+def pop_key(flag: str, variable: str) -> str:
+    """Return the API key in an environment variable, "" if it is not set, and remove the variable: processes that start
+    later must not inherit it.
+
+    Raises:
+        ConfigError: no header can carry the key, so no request could match it.
+    """
+    key = api_key(flag, variable, option="") if os.environ.get(variable) else ""
+    os.environ.pop(variable, None)
     return key
 
 

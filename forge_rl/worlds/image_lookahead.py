@@ -178,5 +178,6 @@ def image_lookahead(folder: str) -> ImageLookahead:
     spaces, with the key in FORGE_RL_IMAGE_KEY.
     """
     addresses = value_of("FORGE_RL_IMAGE_PEERS").split()
-    peers = LayerPeers(addresses=addresses, key=api_key("image peers", "FORGE_RL_IMAGE_KEY")) if addresses else None
+    key = api_key("image peers", "FORGE_RL_IMAGE_KEY", option="") if addresses else ""
+    peers = LayerPeers(addresses=addresses, key=key) if addresses else None
     return ImageLookahead(ImageStore(Path(folder).expanduser(), peers=peers), shares=not addresses)

@@ -167,3 +167,6 @@ def test_a_key_file_appears_with_its_key_or_not_at_all(tmp_path: Path, monkeypat
     assert not [*tmp_path.iterdir()]
     assert kept_key(tmp_path / "api_key") == read_key(tmp_path / "api_key")
     assert [path.name for path in tmp_path.iterdir()] == ["api_key"]
+    assert kept_key(tmp_path / "new" / "folder" / "api_key") == read_key(tmp_path / "new" / "folder" / "api_key")
+    with pytest.raises(ConfigError, match=r"cannot write the key file .*: Not a directory"):
+        kept_key(tmp_path / "api_key" / "api_key")

@@ -16,7 +16,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.runtime.commands import CommandLimits, run_command
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.system.supervised import supervised
-from forge_rl.system.variables import handed_on, kept_back
+from forge_rl.system.variables import api_key, handed_on, kept_back, pop_key
 from tests.fake_backend import until
 from tests.security.other_user import ROOT, needs_root
 
@@ -99,6 +99,42 @@ def seen_by_a_command(python: str) -> tuple[str, dict[str, str], dict[str, str]]
     assert "hunter2" not in told
     own, seen = json.loads(told)
     return pid, own, seen
+
+
+@pytest.mark.parametrize(
+    ("flag", "option", "hint"),
+    [
+        ("--reward judge", "api_key_env=", "set it to the server's key, name another as api_key_env=NAME, or write"),
+        ("--url", "--url-key-env", "set it to the key, or name another as --url-key-env NAME"),
+        ("a served engine", "", "set it to the key"),
+    ],
+)
+def test_a_key_that_is_missing_names_what_sets_it(flag: str, option: str, hint: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(ConfigError, match=f"^{flag}: the environment variable A_KEY is not set") as caught:
+        api_key(flag, "A_KEY", option=option)
+    assert caught.value.hint.startswith(hint)
+    assert ("api_key_env" in caught.value.hint) == (option == "api_key_env=")
+    for wrong in ("ключ", "secret\n", "sec\x1bret"):
+        monkeypatch.setenv("A_KEY", wrong)
+        with pytest.raises(ConfigError, match="white space, or has a character that no header can carry"):
+            api_key(flag, "A_KEY", option=option)
+    monkeypatch.setenv("A_KEY", "secret")
+    assert api_key(flag, "A_KEY", option=option) == "secret"
+
+
+def test_a_servers_key_is_removed_from_the_environment_and_one_that_no_request_can_carry_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("A_KEY", "secret")
+    assert pop_key("the gateway", "A_KEY") == "secret"
+    assert "A_KEY" not in os.environ
+    assert pop_key("the gateway", "A_KEY") == ""
+    for wrong in ("secret\n", " secret", "ключ"):
+        monkeypatch.setenv("A_KEY", wrong)
+        with pytest.raises(ConfigError, match=r"^the gateway: the environment variable A_KEY starts or ends") as caught:
+            pop_key("the gateway", "A_KEY")
+        assert wrong.strip() not in str(caught.value)
 
 
 def test_a_command_gets_no_secret_and_no_ancestor_shows_one():

@@ -65,7 +65,7 @@ class RemoteEngine:
         Raises:
             ConfigError: it cannot be reached, refuses the key, is used by another run, or its settings do not fit.
         """
-        key = api_key("--generator.urls", KEY_VARIABLE)
+        key = api_key("--generator.urls", KEY_VARIABLE, option="")
         # Before the first request, which would carry the key. Looking up a name may block for seconds.
         await asyncio.to_thread(_check_address, server.url)
         client = httpx.AsyncClient(

@@ -43,7 +43,7 @@ class ForgeRoutes:
         self._app = app
         self._starting: asyncio.Future[EngineServer] | None = None
         self._engine: VLLMEngine | None = None
-        self._key = api_key("--middleware", KEY_VARIABLE)
+        self._key = api_key("--middleware", KEY_VARIABLE, option="")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer forge_rl's requests, and pass on all others."""

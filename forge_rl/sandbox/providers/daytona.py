@@ -43,7 +43,7 @@ class DaytonaContainers:
     def __init__(self) -> None:
         self._sdk = provider_package("daytona")
         url = value_of("DAYTONA_API_URL") or None
-        config = self._sdk.DaytonaConfig(api_key=api_key("provider=daytona", "DAYTONA_API_KEY"), api_url=url)
+        config = self._sdk.DaytonaConfig(api_key=api_key("provider=daytona", "DAYTONA_API_KEY", option=""), api_url=url)
         self._client: Any = self._sdk.AsyncDaytona(config)
         self._sweeper = Sweeper()
 

@@ -43,7 +43,7 @@ class E2BContainers:
 
     def __init__(self) -> None:
         self._sdk = provider_package("e2b")
-        self._key = api_key("provider=e2b", "E2B_API_KEY")
+        self._key = api_key("provider=e2b", "E2B_API_KEY", option="")
         self._sweeper = Sweeper()
         self._templates = dict[str, asyncio.Lock]()
         self._ready = set[str]()

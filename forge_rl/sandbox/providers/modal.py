@@ -42,7 +42,7 @@ class ModalContainers:
     def __init__(self) -> None:
         self._sdk = provider_package("modal")
         for variable in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
-            api_key("provider=modal", variable)  # which the package reads itself
+            api_key("provider=modal", variable, option="")  # which the package reads itself
         self._sweeper = Sweeper()
         self._app: Any = None
 
