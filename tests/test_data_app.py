@@ -21,7 +21,7 @@ from apps.data import Config, Limits, RowLimits, show, show_environment
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.preview import histogram, rendered
 from forge_rl.envs.play import typed
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.command_line import parse
 from forge_rl.services.generator import Generator
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -123,6 +123,11 @@ def test_a_histogram_counts_every_length_in_at_most_ten_bins() -> None:
     assert sum(int(line.split()[-1]) for line in lines) == len(lengths)
     assert lines[0].split("  ")[0].strip() == "1 to 10"
     assert histogram([5, 5]) == ["5 to 5  " + "█" * 40 + "  2"]
+
+
+def test_a_folder_for_results_that_does_not_exist_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json: the folder .* does not exist"):
+        Config(json=tmp_path / "reports" / "a.json")
 
 
 def test_lengths_are_those_of_recipes() -> None:
