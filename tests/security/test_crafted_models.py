@@ -214,7 +214,15 @@ def test_every_loader_of_models_says_that_it_runs_no_code():
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
                 said = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 found.append((path.name, said.get("trust_remote_code")))
-    places = ("arguments.py", "bundled.py", "reward_model.py", "served.py", "tokenizer.py", "transformers_model.py")
+    places = (
+        "arguments.py",
+        "bundled.py",
+        "hf_folder.py",
+        "reward_model.py",
+        "served.py",
+        "tokenizer.py",
+        "transformers_model.py",
+    )
     assert sorted(found) == [(place, "False") for place in places]
 
 
