@@ -67,7 +67,7 @@ def merge(config: Config) -> Path:
             work = Path(place, out.name)
             work.mkdir()
             adapter.merge(base, work)
-            name_added_stop(base, work)
+            name_added_stop(work, work)
             os.rename(work, out)
     except OSError as error:
         raise ModelError(
