@@ -38,8 +38,8 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     corrected, the result is a folder of links.
 
     Args:
-        name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
-            Downloads are kept in the hub's own cache.
+        name: bundled model, hub id of a model or an adapter with or without @revision, or folder of a model, an adapter
+            or a checkpoint. Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
 
     Raises:
@@ -189,7 +189,10 @@ def _checked(folder: Path) -> Path:
     if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
     if missing:
-        raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
+        more = f" and {len(missing) - 3} more files" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{folder} is not a complete model: it lacks {', '.join(missing[:3])}{more}", hint=_completion(folder)
+        )
     # Headers only: a truncated download shows there, without reading gigabytes.
     for part in weights:
         _check_header(folder / part)
@@ -251,16 +254,27 @@ def _completion(folder: Path) -> str:
         return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
         return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
+    if snapshots := sorted((folder / "snapshots").glob("*")):
+        return f"name one of its snapshots, such as {snapshots[-1]}, or the hub id"
+    inner_configs = sorted([*folder.glob("*/config.json"), *folder.glob(f"*/{ADAPTER_CONFIG}")])
+    if inner_configs and not (folder / "config.json").exists():
+        return f"name a model's folder in it, such as {inner_configs[-1].parent}"
+    if folder.parent.name == "snapshots":
+        return "its download was cut short, or the repository lacks them: start again with a network"
     return "give a folder to which save_pretrained wrote both the model and its tokenizer"
 
 
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
-    """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots."""
-    home = folder.resolve()
-    # snapshots/COMMIT/FILE is a link to blobs/HASH.
-    home = home.parent.parent if home.parent.name == "snapshots" else home
+    """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots, or next to all
+    of its repositories."""
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        # snapshots/COMMIT/FILE is a link to blobs/HASH, which may be a link into the store of the whole cache.
+        repository = homes[0].parent.parent
+        homes = [repository, *([repository.parent / "blobs"] if repository.name.startswith("models--") else [])]
     for path in files:
-        if not (target := Path(os.path.realpath(path))).is_relative_to(home):
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(home) for home in homes):
             raise ModelError(
                 f"{path} links out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
             )
