@@ -126,6 +126,14 @@ def test_weights_that_config_json_does_not_describe_are_refused_or_told(
         check_weights(folder, read_architecture(folder), values=True)
 
 
+def test_an_index_that_names_what_its_file_lacks_is_refused(tmp_path: Path):
+    folder = write("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", tmp_path / "hf")
+    names = dict.fromkeys((*stored(folder), "model.layers.9.extra.weight"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ModelError, match=r"model\.safetensors lacks 'model.layers.9.extra.weight', which the folder's"):
+        check_weights(folder, read_architecture(folder))
+
+
 def test_a_tokenizer_of_bytes_that_names_llamas_class_is_read_as_it_is(tmp_path: Path):
     folder = write("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", tmp_path / "hf")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
