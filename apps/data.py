@@ -141,6 +141,8 @@ class Config:
                 f"--generator.max-model-len is {self.generator.max_model_len}",
                 hint="set it above --generator.max-tokens",
             )
+        if self.json is not None and not self.json.parent.is_dir():
+            raise ConfigError(f"--json: the folder {self.json.parent} does not exist", hint="create it, or set another")
 
     def check_effects(self) -> None:
         """Refuse flags that other flags rule out.

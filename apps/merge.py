@@ -68,7 +68,7 @@ def merge(config: Config) -> Path:
             work = Path(place, out.name)
             work.mkdir()
             adapter.merge(base, work)
-            name_added_stop(base, work)
+            name_added_stop(work, work)
             os.rename(work, out)
     except OSError as error:
         raise ModelError(

@@ -70,7 +70,7 @@ def with_named_base(folder: Path, files: list[Path], work: Path) -> tuple[Path, 
     for path in files:
         copy = work / path.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
+        shutil.copyfile(path, copy)
     config = read_object(work / ADAPTER_CONFIG)
     base = Path(str(config.get("base_model_name_or_path")))
     if base.parent.name == "snapshots":  # of the hub's cache, by commit

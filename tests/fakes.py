@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,17 @@ def add_head(folder: Path, *, equal: bool) -> None:
     if not equal:
         head[-1, -1] += 0.5
     save_file(state | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def full_disk(size: int = 0) -> Iterator[None]:
+    """Let this process write no file of more than `size` bytes in the body, as on a disk that fills up."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def empty_row() -> Row:

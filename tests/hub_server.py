@@ -25,6 +25,8 @@ class Hub:
     """Folders of the repositories, by name."""
     token: str = ""
     """Token without which all repositories are gated."""
+    status: int = 0
+    """Status with which all requests are refused; 0 for none."""
     breaks_after: int | None = None
     """Bytes of the largest file after which the next transfer of it breaks off, once."""
     requests: list[str] = field(default_factory=list)
@@ -77,7 +79,9 @@ def _answer(handler: BaseHTTPRequestHandler, status: int, body: object = None, *
 def _get(handler: BaseHTTPRequestHandler, hub: Hub) -> None:
     path = handler.path.partition("?")[0]
     hub.requests.append(f"{handler.command} {path} {handler.headers.get('Range', '')}".strip())
-    if hub.token and handler.headers.get("Authorization") != f"Bearer {hub.token}":
+    if hub.status:
+        _answer(handler, hub.status, {"error": "not with this token"})
+    elif hub.token and handler.headers.get("Authorization") != f"Bearer {hub.token}":
         _answer(handler, 403, {}, X_Error_Code="GatedRepo", X_Error_Message="ask for access")
     elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/(.+)|/tree/(\w+))?", path):
         folder, commit = hub.repos.get(match[1]), _commit(match[3] or match[4] or "main")
@@ -126,7 +130,9 @@ def _send(handler: BaseHTTPRequestHandler, hub: Hub, path: Path, commit: str) ->
 def _post(handler: BaseHTTPRequestHandler, hub: Hub) -> None:
     body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
     hub.requests.append(f"POST {handler.path}")
-    if hub.token and handler.headers.get("Authorization") != f"Bearer {hub.token}":
+    if hub.status:
+        _answer(handler, hub.status, {"error": "not with this token"})
+    elif hub.token and handler.headers.get("Authorization") != f"Bearer {hub.token}":
         _answer(handler, 401, {"error": "Invalid credentials"})
     elif handler.path == "/api/repos/create":
         name = json.loads(body)["name"]

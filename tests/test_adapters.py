@@ -10,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.errors import ModelError
-from forge_rl.models.adapters import BASE, CONFIG, WEIGHTS, Adapter, name_base, write_adapter
+from forge_rl.engines.adapter_settings import AdapterSettings
+from forge_rl.engines.lora_config import LoRAConfig
+from forge_rl.engines.titan.adapter_files import AdapterState, write_state
+from forge_rl.errors import CheckpointError, ModelError
+from forge_rl.models.adapters import BASE, CONFIG, WEIGHTS, Adapter, merged_copy, name_base, write_adapter
+from forge_rl.models.hf_folder import tokenizer_files
+from tests.fakes import full_disk
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 
@@ -53,6 +58,49 @@ def merged(adapter: Path, base: Path, tmp_path: Path) -> torch.Tensor:
 def test_what_is_written_is_read_also_if_the_base_has_such_files_itself(adapter: Path, base: Path, tmp_path: Path):
     assert Adapter.read(adapter).digests
     assert torch.equal(merged(adapter, base, tmp_path), torch.full((4, 6), 2.0))
+    assert not (tmp_path / "merged" / CONFIG).exists(), "transformers would look for the weights of an adapter"
+
+
+def test_the_tokenizer_of_an_adapter_replaces_the_bases(adapter: Path, base: Path, tmp_path: Path):
+    for name, content in {"tokenizer.json": "base", "tokenizer.model": "base", "chat_template.jinja": "base"}.items():
+        (base / name).write_text(content)
+    cache = tmp_path / "cache"
+    assert (merged_copy(adapter, base, cache) / "chat_template.jinja").read_text() == "base", "the adapter has none"
+    (adapter / "chat_template.jinja").write_text("own")
+    folder = merged_copy(adapter, base, cache)
+    assert [(folder / name).read_text() for name in ("tokenizer.model", "chat_template.jinja")] == ["base", "own"]
+    for name in ("tokenizer.json", "additional_chat_templates/tools.jinja"):
+        (adapter / name).parent.mkdir(exist_ok=True)
+        (adapter / name).write_text("own")
+    folder = merged_copy(adapter, base, cache)
+    assert not (folder / "tokenizer.model").exists(), "a part of another tokenizer"
+    assert {path.read_text() for path in tokenizer_files(folder)} == {"own"}
+    assert len(tokenizer_files(folder)) == 3
+
+
+def test_copies_of_read_only_files_can_be_written(adapter: Path, base: Path, tmp_path: Path):
+    (base / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "additional_chat_templates/tools.jinja"):
+        (base / name).write_text("{}")
+    files = [path for path in base.rglob("*") if path.is_file()]
+    for path in files:
+        path.chmod(0o444)
+    (tmp_path / "written").mkdir()
+    factors = {NAME: (torch.ones(2, 6), torch.ones(4, 2))}
+    write_adapter(tmp_path / "written", factors, base=base, alpha=1.0, rslora=False, dropout=0.0)
+    merged(adapter, base, tmp_path)
+    for folder in (tmp_path / "written", tmp_path / "merged"):
+        assert all(path.stat().st_mode & 0o200 for path in folder.rglob("*"))
+        assert len(tokenizer_files(folder)) == len(tokenizer_files(base)) == 2
+
+
+@pytest.mark.parametrize("size", [0, 500])
+def test_a_full_disk_is_an_error_of_the_checkpoint(size: int, base: Path, tmp_path: Path):
+    tensors = {f"{NAME}/lora_A": torch.ones(2, 6), f"{NAME}/lora_B": torch.ones(4, 2)}
+    moments = {name: torch.ones(400) for name in tensors}
+    state = AdapterState(scale=1.0, updates=1, planned=1, tensors={"values": tensors, "exp_avg": moments})
+    with full_disk(size), pytest.raises(CheckpointError, match="the adapter cannot be written to"):
+        write_state(tmp_path, state, AdapterSettings(lora=LoRAConfig(rank=2)), base=base)
 
 
 @pytest.mark.parametrize(

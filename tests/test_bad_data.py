@@ -78,6 +78,15 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a folder without tasks": (named("./data", "data/readme.txt"), "the folder data has no file of tasks"),
     "a folder of several kinds": (named("./data", "data/a.jsonl", "data/b.csv"), r"several kinds: .csv, .jsonl"),
     "a folder of splits": (saved, "saved has several splits.*add :split=NAME, one of train, test"),
+    "files of several splits": (
+        named("./data", "data/main/train-00000-of-00001.jsonl", "data/main/test-00000-of-00001.jsonl"),
+        r"the files are of several splits: test, train\n.*such as \./data/\*\*/train\*",
+    ),
+    "folders of several splits": (named("data/*/a.jsonl", "data/train/a.jsonl", "data/dev/a.jsonl"), "dev, train"),
+    "a split of a folder without any": (
+        named("./data:split=train", "data/a.jsonl"),
+        r"split is for data sets on the hub.*such as \./data/\*\*/train\*",
+    ),
     "a split that is not there": (keyed("split=dev", saved), "saved has no split 'dev'"),
     "a line that is no JSON": (
         lines("{'question': 'What?'}\n"),

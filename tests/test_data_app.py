@@ -126,6 +126,11 @@ def test_a_histogram_counts_every_length_in_at_most_ten_bins() -> None:
     assert histogram([5, 5]) == ["5 to 5  " + "█" * 40 + "  2"]
 
 
+def test_a_folder_for_results_that_does_not_exist_is_an_error_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json: the folder .* does not exist"):
+        Config(json=tmp_path / "reports" / "a.json")
+
+
 def test_lengths_are_those_of_recipes() -> None:
     recipe = GRPOConfig()
     for field in fields(Limits):

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.engines.architecture import read_architecture, stored_bytes
+from forge_rl.engines.architecture import check_weights, read_architecture, stored_bytes
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
-from tests.fakes import make_model
+from tests.fakes import full_disk, make_model
 
 
 def make_quantized(folder: Path, files: int = 1) -> None:
@@ -220,6 +220,40 @@ def test_each_format_is_read_by_its_formula_and_trained_in_bfloat16(method: str,
     save_file(state | {broken: state[broken][:-1].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="cannot be dequantised"):
         dequantized(folder, tmp_path / "cache")
+
+
+def test_codes_without_scales_are_never_taken_for_weights(tmp_path: Path):
+    folder, name = tmp_path / "quantised", "model.layers.1.self_attn.q_proj.weight"
+    make_model(folder, "llama", hidden_size=32, head_dim=8, intermediate_size=48)
+    state = load_file(folder / "model.safetensors")
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    # As folders whose quantisation is in hf_quant_config.json alone.
+    with pytest.raises(ModelError, match=f"holds '{name}' as F8_E4M3, and config.json has no quantization_config"):
+        check_weights(folder, read_architecture(folder))
+    path = folder / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    with pytest.raises(ModelError, match=f"'{name}' is torch.float8_e4m3fn without the scales of 'fp8'"):
+        dequantized(folder, tmp_path / "cache")
+
+
+def test_files_in_mistrals_format_are_neither_counted_nor_converted(tmp_path: Path):
+    make_quantized(tmp_path / "mxfp4")
+    size = stored_bytes(tmp_path / "mxfp4")
+    save_file({"norm.weight": torch.ones(64)}, tmp_path / "mxfp4" / "consolidated.safetensors")
+    assert stored_bytes(tmp_path / "mxfp4") == size
+    assert [path.name for path in dequantized(tmp_path / "mxfp4", tmp_path / "cache").glob("*.safetensors")] == [
+        "model.safetensors"
+    ]
+
+
+def test_a_disk_that_fills_up_meanwhile_is_not_blamed_on_the_model(tmp_path: Path):
+    make_quantized(tmp_path / "mxfp4")
+    with full_disk(4096), pytest.raises(ModelError, match=r"cannot write .* in bfloat16 to") as refused:
+        dequantized(tmp_path / "mxfp4", tmp_path / "cache")
+    assert "free space there" in refused.value.hint
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
 def test_a_copy_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,7 @@ def test_patterns_folders_and_named_tasks_are_sources(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for named, name in (
         ("data/*.jsonl*0.5", "data"),
+        ("data/**/*.jsonl", "data"),
         ("data*2", "data"),
         ("sums=data/*.jsonl", "sums"),
         ("./data", "data"),

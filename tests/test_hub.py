@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from forge_rl.errors import ModelError
-from forge_rl.models.adapters import Adapter
+from forge_rl.models.adapters import Adapter, name_base, write_adapter
 from forge_rl.models.digests import model_digests
 from forge_rl.models.hf_folder import RECORD
 from forge_rl.models.hub import CARD, is_hub_model
+from forge_rl.models.resolve import resolve_model
 from forge_rl.run.records import started_from
 from forge_rl.run.records.json_files import write_json
 from forge_rl.run.records.model_card import write_card
@@ -22,14 +25,14 @@ from tests.hub_server import COMMITS, Hub, serving
 from tests.zoo.folders import write
 
 _RESOLVE = """
-import sys
+import os, sys
 from pathlib import Path
 from forge_rl.errors import ForgeError
 from forge_rl.models.resolve import resolve_model
 for name in sys.argv[1:]:
     shares = []
     try:
-        folder = resolve_model(name, Path("unused"), lambda step, share: shares.append(share))
+        folder = resolve_model(name, Path(os.environ["HF_HOME"], "merged"), lambda step, share: shares.append(share))
         print("folder", folder, len(shares) > 1 and min(shares) > 0, max(shares, default=0))
     except ForgeError as error:
         print("error", str(error).replace("\\n", " "))
@@ -63,10 +66,45 @@ def test_models_come_from_the_hub_by_revision_and_then_from_the_cache(model: Pat
         assert "the model does not exist or is private" in absent
         assert not any("pytorch_model.bin" in request for request in hub.requests)
         hub.requests.clear()
-        lines = python(hub, tmp_path / "home", "-c", _RESOLVE, "org/name@v1", "org/other", HF_HUB_OFFLINE="1")
+        (cut_short,) = (tmp_path / "home").rglob(f"snapshots/{COMMITS['main']}/config.json")
+        cut_short.unlink()
+        names = ["org/name@v1", "org/other", "org/name"]
+        lines = python(hub, tmp_path / "home", "-c", _RESOLVE, *names, HF_HUB_OFFLINE="1")
         assert COMMITS["v1"] in lines[0]
         assert "the hub cannot be reached, and the model is not in its cache" in lines[1]
+        assert "the hub cannot be reached, and the cache has only a part of it" in lines[2]
         assert not hub.requests
+
+
+def test_an_adapter_that_was_pushed_is_a_model_by_its_id(model: Path, tmp_path: Path):
+    weights, name = load_file(model / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+    rows, columns = weights[name].shape
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    factors = {name: (torch.ones(1, columns), torch.ones(rows, 1))}
+    write_adapter(adapter, factors, base=model, alpha=1.0, rslora=False, dropout=0.0)
+    name_base(adapter, Path("org/name"))
+    with serving(Hub({"org/name": model, "me/adapter": adapter})) as hub:
+        (line,) = python(hub, tmp_path / "home", "-c", _RESOLVE, "me/adapter")
+    assert line.startswith("folder"), line
+    merged = load_file(Path(line.split()[1]) / "model.safetensors")
+    assert {key for key in weights if not merged[key].equal(weights[key])} == {name}
+
+
+def test_what_the_hub_answers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    with serving(Hub({}, status=403)) as hub:
+        (line,) = python(hub, tmp_path / "home", "-c", _RESOLVE, "org/name")
+    assert "the hub answers with status 403: not with this token" in line
+    assert "HF_TOKEN" in line
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("Data processing error: no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", failing)
+    with pytest.raises(ModelError, match="cannot get 'org/name' from the hub: Data processing error: no route"):
+        resolve_model("org/name", tmp_path)
 
 
 def test_a_gated_model_needs_a_token_and_an_interrupted_download_goes_on(model: Path, tmp_path: Path):
@@ -133,6 +171,19 @@ def test_a_resumed_run_fetches_the_commit_that_it_began_with(
     assert keeper.keep("--model", "org/name", newer, weights=True) == model
     assert fetched_names == [f"org/name@{COMMITS['v1']}"]
     assert "the run keeps" in lines[0]
+
+
+def test_folders_near_a_model_are_refused_with_a_way_there(tmp_path: Path):
+    repository, outputs = tmp_path / "models--org--name", tmp_path / "outputs"
+    snapshot, saved = repository / "snapshots" / "5e1c", outputs / "checkpoint-500"
+    snapshot.mkdir(parents=True)
+    saved.mkdir(parents=True)
+    (saved / "adapter_config.json").write_text("{}")
+    hints = {repository: f"such as {snapshot}", snapshot: "start again with a network", outputs: f"such as {saved}"}
+    for folder, hint in hints.items():
+        with pytest.raises(ModelError, match="is not a complete model") as refused:
+            resolve_model(str(folder), tmp_path)
+        assert hint in refused.value.hint
 
 
 def test_only_ids_with_a_plain_revision_are_names_of_the_hub():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.data.examples import conversation_episodes
+from forge_rl.data.scan import template_digest
 from forge_rl.errors import ModelError
 from forge_rl.tokens.stops import describe_added_stop, name_added_stop
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -117,6 +118,45 @@ def test_a_template_that_drops_completions_cannot_be_extended(folder: Path, tmp_
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ModelError, match="drops earlier completions"):
         Tokenizer(_with_template(folder, tmp_path, template)).extend((1, 2), QUESTION)
+
+
+def test_mistrals_own_tokenizer_beside_the_folders_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    model = _with_template(folder, tmp_path, "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    expected = Tokenizer(model).render(QUESTION)
+    (model / "tekken.json").write_text("{}")
+    assert Tokenizer(model).render(QUESTION) == expected
+
+
+def test_a_tokenizer_that_transformers_takes_for_another_kind_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = _with_template(folder, tmp_path, "{{ messages[0].content }}")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    # As DeepSeek-R1-Distill-Llama has it, whose tokenizer.json is of bytes.
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizerFast"}))
+    with pytest.raises(ModelError, match=r"as a LlamaTokenizer, which turns 'Hello world,\\n2 \+ 3\?' into") as refused:
+        Tokenizer(model)
+    assert "PreTrainedTokenizerFast" in refused.value.hint
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert Tokenizer(model).decode(Tokenizer(model).render(QUESTION)) == QUESTION[0]["content"]
+
+
+def test_a_scan_is_of_all_files_of_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+    model = _with_template(folder, tmp_path, "{{ messages[0].content }}")
+    before = template_digest(Tokenizer(model))
+    assert template_digest(Tokenizer(model)) == before
+    (model / "special_tokens_map.json").write_text("{}")
+    assert template_digest(Tokenizer(model)) != before
+
+
+def test_a_tokenizer_in_python_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    model = _with_template(folder, tmp_path, "{{ messages[0].content }}")
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "CTRLTokenizer"}))
+    (model / "vocab.json").write_text(json.dumps({"<unk>": 0, "a</w>": 1}))
+    (model / "merges.txt").write_text("#version: 0.2\na </w>\n")
+    with pytest.raises(ModelError, match=r"is a CTRLTokenizer, which has no form as tokenizer\.json"):
+        Tokenizer(model)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

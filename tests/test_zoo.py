@@ -16,8 +16,10 @@ from benchmarks.models import NATIVE
 from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
+from forge_rl.models.hf_folder import complete_folder
 from forge_rl.models.resolve import base_of, resolve_model
 from forge_rl.run.plan.memory import show_plan
+from forge_rl.run.records.started_from import read_records, record_model, where_moved
 from forge_rl.tokens.tokenizer import Tokenizer
 from recipes.grpo import Config
 from tests.plain_trainer import in_float64, logits_of
@@ -122,6 +124,34 @@ def test_weights_that_config_json_does_not_describe_are_refused_or_told(
             show_plan(Config(model=str(folder)))
     if "lm_head.weight" not in state:
         check_weights(folder, read_architecture(folder), values=True)
+
+
+def test_an_index_that_names_what_its_file_lacks_is_refused(tmp_path: Path):
+    folder = write("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", tmp_path / "hf")
+    names = dict.fromkeys((*stored(folder), "model.layers.9.extra.weight"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ModelError, match=r"model\.safetensors lacks 'model.layers.9.extra.weight', which the folder's"):
+        check_weights(folder, read_architecture(folder))
+
+
+def test_a_tokenizer_of_bytes_that_names_llamas_class_is_read_as_it_is(tmp_path: Path):
+    folder = write("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", tmp_path / "hf")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    # As it is published.
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizerFast"}))
+    with pytest.raises(ModelError, match="as a LlamaTokenizer, which turns"):
+        Tokenizer(folder)
+    resolved = resolve_model(str(folder), tmp_path / "cache")
+    assert resolve_model(str(folder), tmp_path / "cache") == resolved
+    assert "2 and 3" in Tokenizer(resolved).decode(Tokenizer(resolved).render([{"role": "user", "content": "2 and 3"}]))
+    assert json.loads((resolved / "tokenizer_config.json").read_text()) == settings
+    assert (resolved / "tokenizer.json").samefile(folder / "tokenizer.json")
+    check_weights(resolved, read_architecture(resolved))
+    record_model(tmp_path, "--model", str(folder), resolved)
+    assert not where_moved("--model", read_records(tmp_path)["--model"])
+    (tmp_path / "copy").mkdir()
+    complete_folder(folder, tmp_path / "copy", dtype="float32", weight_map={}, total_bytes=0)
+    assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text()) == settings
 
 
 SEEN_IN_SHAPES = {"head_dim", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,8 @@ _FILE_SHARE = 0.1
 _PAIR = ("chosen", "rejected")
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Columns) if field.name not in ("kind", *_PAIR))
 _HUB_KEYS = ("config", "split", "revision")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+"""The name of a split, as a whole word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +233,33 @@ def _names_prompt(spec: FlagText) -> bool:
 
 def _tables(spec: FlagText) -> list[Table]:
     if is_path(spec.name) or not is_hub_id(spec.name):
-        return open_tables(find_files(spec.name, split=spec.raw_params.get("split", "")))
+        split = spec.raw_params.get("split", "")
+        paths = find_files(spec.name, split=split)
+        if split and not (Path(spec.name).expanduser() / "dataset_dict.json").is_file():
+            raise spec.wrong(
+                "split is for data sets on the hub, and for folders that save_to_disk wrote",
+                f"name the files by a pattern, such as {_pattern(spec.name, split)}",
+                key="split",
+            )
+        splits = {name for path in paths if (name := _split_of(path))}
+        # As in a copy of a data set's repository: its tests would be trained on.
+        if "train" in splits and len(splits) > 1:
+            raise spec.wrong(
+                f"the files are of several splits: {', '.join(sorted(splits))}",
+                f"name those of one by a pattern, such as {_pattern(spec.name, 'train')}",
+            )
+        return open_tables(paths)
     return [hub.fetch(spec.name, **{key: spec.raw_params.get(key, "") for key in _HUB_KEYS})]
+
+
+def _split_of(path: Path) -> str:
+    """Return the split that a file's name begins with, or else its folder is named after; "" if there is none."""
+    match = _SPLIT.match(path.name) or _SPLIT.fullmatch(path.parent.name)
+    return match[1].lower() if match else ""
+
+
+def _pattern(name: str, split: str) -> str:
+    return f"{name.rstrip('/')}/**/{split}*" if Path(name).expanduser().is_dir() else f"{split}*"
 
 
 def _short_name(spec: FlagText) -> str:
@@ -240,6 +269,7 @@ def _short_name(spec: FlagText) -> str:
     if not is_path(spec.name):
         return spec.name
     path = Path(spec.name).expanduser()
-    # A pattern such as data/*.jsonl is named by its folder, since the file's name says nothing.
     plain = path.name.partition(".")[0]
-    return path.parent.name if any(letter in plain for letter in "*?[") and path.parent.name else plain or path.name
+    # A pattern such as data/**/*.jsonl is named by its folder, since the file's name says nothing.
+    folders = [part for part in path.parent.parts if part != path.anchor and not glob.has_magic(part)]
+    return folders[-1] if glob.has_magic(plain) and folders else plain or path.name

@@ -23,6 +23,7 @@ from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
 from forge_rl.data.sources.table_source import ReadRow, TableSource
 from forge_rl.errors import ForgeError, ModelError, TaskError
 from forge_rl.models.cache import Progress
+from forge_rl.models.hf_folder import tokenizer_files
 from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
@@ -233,8 +234,7 @@ class PromptLengths:
 
 def template_digest(tokenizer: Tokenizer) -> str:
     """Return a digest of everything that rendered messages depend on."""
-    files = (tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
-    hasher = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
+    hasher = hashlib.sha256(b"".join(path.read_bytes() for path in tokenizer_files(tokenizer.folder)))
     hasher.update(str(tokenizer.hf.chat_template).encode())
     if tokenizer.template_args:
         hasher.update(repr(sorted(tokenizer.template_args.items())).encode())

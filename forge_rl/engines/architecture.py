@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,14 @@ from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.engines.families.general import read_general, weight_shapes
 from forge_rl.engines.protocol import Modelling
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, stored_bytes, tensor_files
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, open_weights, stored_bytes, tensor_files
 from forge_rl.weights.names import VALUE_HEAD, Names
 
 __all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "read_served", "stored_bytes"]
 
 _TRAINED = (".weight", ".bias")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that are not quantised, as safetensors names them."""
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -45,9 +47,11 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
         Names of weights that are not used, other than multi-token-prediction layers and copies.
 
     Raises:
-        ModelError: the files lack weights, or layers hold some that change what the model computes.
+        ModelError: the files lack weights or hold quantised ones, or layers hold some that change what the model
+            computes.
     """
-    stored_names = tensor_files(folder).keys()
+    files = tensor_files(folder)
+    stored_names = files.keys()
     described_names = _weight_names(architecture)
     if architecture.family.general:
         parts_of, shapes = architecture.family.names.parts, dict(weight_shapes(folder))
@@ -64,6 +68,7 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
     extra_names = sorted(
         name for name in stored_names - needed_names - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq")
     )
+    _check_files({name: files[name] for name in (*needed_names, *extra_names)}, needed_names)
     layer_of = {name: int(match[1]) for name in extra_names if (match := _OF_LAYER.match(name))}
     # Weights of existing layers that the architecture lacks, such as biases: without them another model would be
     # trained.
@@ -77,6 +82,37 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
             hint="use a model of the plain architecture, or correct config.json",
         )
     return [name for name in extra_names if layer_of.get(name, 0) < architecture.layers]
+
+
+def _check_files(files: Mapping[str, Path], needed_names: Collection[str]) -> None:
+    """Check that each file holds its tensors, and no codes in place of weights: without their scales, another model
+    would be trained.
+
+    Args:
+        files: file of each tensor.
+        needed_names: tensors that the model computes with.
+
+    Raises:
+        ModelError: names the first tensor that is absent, or weight that is quantised.
+    """
+    names_by_file: dict[Path, list[str]] = {}
+    for name, path in sorted(files.items()):
+        names_by_file.setdefault(path, []).append(name)
+    for path, names in names_by_file.items():
+        with open_weights(path) as file:
+            stored_names = set(file.keys())
+            for name in names:
+                if name not in stored_names:
+                    raise ModelError(
+                        f"{path} lacks {name!r:.120}, which the folder's index says it has",
+                        hint="download or export the model again",
+                    )
+                if name in needed_names and (dtype := file.get_slice(name).get_dtype()) not in _FLOATS:
+                    raise ModelError(
+                        f"{path} holds {name!r:.120} as {dtype}, and config.json has no quantization_config that says "
+                        "how to read it",
+                        hint="give the model's bfloat16 files",
+                    )
 
 
 def _weight_names(architecture: Architecture) -> Iterator[str]:
@@ -149,7 +185,7 @@ def read_architecture(folder: Path, modelling: Modelling = "auto") -> Architectu
     if architecture.weights > file_bytes * (2 if values.get("quantization_config") else 1) > 0:
         raise ModelError(
             f"{path} describes a model of {architecture.weights} weights, and its files have {file_bytes} bytes",
-            hint="download or export the model again",
+            hint="download or export the model again; if its weights are quantised, give its bfloat16 files",
         )
     # transformers and vLLM use a head in the files if it differs, whatever config.json says.
     if architecture.tied and file_bytes and has_own_head(folder):

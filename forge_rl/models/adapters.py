@@ -15,7 +15,18 @@ from forge_rl.errors import ModelError
 from forge_rl.models import expert_stacks
 from forge_rl.models.adapter_products import fits, merged_weights
 from forge_rl.models.base_formats import BaseQuantization
-from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, read_object, tensor_files
+from forge_rl.models.hf_folder import (
+    HEAD,
+    TEMPLATES,
+    TOKENIZERS,
+    complete_folder,
+    corrected_tokenizer_config,
+    open_weights,
+    read_object,
+    save_weights,
+    tensor_files,
+    tokenizer_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +96,11 @@ def write_adapter(
     if quantization is not None:
         record[_QUANTIZED] = asdict(quantization)
     (folder / BASE).write_text(json.dumps(record, indent=2) + "\n")
-    for path in base.iterdir():
+    for path in (*base.iterdir(), *base.glob(TEMPLATES)):
         # Without config.json, which would make the folder look like a whole model: see `is_adapter`.
         is_config = path.name in ("config.json", CONFIG, BASE) or path.name.endswith(".index.json")
         if path.is_file() and not is_config and path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken"):
-            shutil.copy(path, folder / path.name)
+            _copy(path, folder / path.relative_to(base))
 
 
 def write_factors(
@@ -102,8 +113,6 @@ def write_factors(
     dropout: float = 0.0,
 ) -> None:
     """Write the two files of PEFT's format into an existing folder; see `write_adapter`."""
-    from safetensors.torch import save_file
-
     # Factors with three dims are stacks of experts, [experts, ...].
     stacks = [name for name, (a, _) in factors.items() if a.ndim == 3]
     targets = sorted({expert_stacks.target(name) for name in stacks})
@@ -113,7 +122,7 @@ def write_factors(
         for kind, factor in zip(("lora_A", "lora_B"), pair, strict=True):
             values = expert_stacks.flattened(factor, kind) if name in stacks else factor
             tensors[f"{_PREFIX}{stem}.{kind}.weight"] = values.contiguous()
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_weights(tensors, folder / WEIGHTS)
     ranks = {name: pair[0].shape[-2] for name, pair in factors.items()}
     modules = {name.removesuffix(".weight").rpartition(".")[2] for name in factors if name not in stacks}
     config: dict[str, object] = {
@@ -261,13 +270,13 @@ class Adapter:
         if changed_files := sorted(name for name, digest in weights.items() if digests.get(name) != digest):
             raise ModelError(
                 f"{base} is not the model that {self.folder} adapts: {', '.join(changed_files[:3])} changed",
-                hint="put that model back, or name it with --base",
+                hint="put that model back, or name it by: forge-rl merge ADAPTER OUT --base FOLDER",
             )
 
     def merge(self, base: Path, target: Path) -> None:
         """Write the base model with W + scale B A in place of each adapted weight W, in W's dtype; see
         `AdapterProduct`. Weights that training held quantised get the values that it computed with, rounded once more
-        to W's dtype.
+        to W's dtype. The adapter's own tokenizer and chat templates, if its folder has any, replace the base's.
 
         Args:
             base: Hugging Face folder of the model that was adapted.
@@ -280,7 +289,7 @@ class Adapter:
         if read_object(base / "config.json").get("quantization_config"):
             raise ModelError(
                 f"{base} holds quantised weights, to which no product can be added as they are",
-                hint="name the model's bfloat16 files with --base",
+                hint="name the model's bfloat16 files by: forge-rl merge ADAPTER OUT --base FOLDER",
             )
         files = tensor_files(base)
         factors = self._by_file_name(base, files)
@@ -288,7 +297,7 @@ class Adapter:
         if unknown := sorted((factors.keys() | quantized) - files.keys()):
             raise ModelError(
                 f"{self.folder} adapts {len(unknown)} weights that {base} lacks, such as {unknown[0]!r:.120}",
-                hint="name the model that it was trained on with --base",
+                hint="name the model that it was trained on by: forge-rl merge ADAPTER OUT --base FOLDER",
             )
         self._check_head(files)
         total_bytes = 0
@@ -304,9 +313,22 @@ class Adapter:
                 for name in quantized & tensors.keys():
                     tensors[name] = self.quantization.round_weight(name, tensors[name])
             tensors |= self._merged(tensors, factors)
-            _save(tensors, target / path.name)
+            save_weights(tensors, target / path.name)
         weight_map = {name: path.name for name, path in files.items()}
         complete_folder(base, target, dtype=dtype, weight_map=weight_map, total_bytes=total_bytes)
+        self._write_tokenizer(target)
+
+    def _write_tokenizer(self, target: Path) -> None:
+        """Replace the tokenizer in a folder by the adapter's, with which it was trained, if the adapter has one."""
+        paths = tokenizer_files(self.folder)
+        # A whole tokenizer replaces a whole one, as a base's template or tokens may be in files of other names.
+        if any(path.name in TOKENIZERS for path in paths):
+            for path in tokenizer_files(target):
+                path.unlink()
+        for path in paths:
+            _copy(path, target / path.relative_to(self.folder))
+        if (tokenizer_config := corrected_tokenizer_config(target)) is not None:
+            (target / "tokenizer_config.json").write_text(tokenizer_config)
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Read A, [rank, inputs], and B, [outputs, rank], by the name of the adapted weight; for experts, stacks of
@@ -365,7 +387,7 @@ class Adapter:
                     return
         raise ModelError(
             f"{self.folder / WEIGHTS} holds another {HEAD} than the base",
-            hint="name the model that the adapter was trained on with --base",
+            hint="name the model that the adapter was trained on by: forge-rl merge ADAPTER OUT --base FOLDER",
         )
 
     def _merged(
@@ -381,7 +403,7 @@ class Adapter:
                 raise ModelError(
                     f"{name!r:.120} has shape {tuple(tensors[name].shape)}, and its factors {tuple(b.shape)} and "
                     f"{tuple(a.shape)}",
-                    hint="name the model that the adapter was trained on with --base",
+                    hint="name the model that the adapter was trained on by: forge-rl merge ADAPTER OUT --base FOLDER",
                 )
             scaled_factors[name] = a, b, scale
         merged = merged_weights(tensors, scaled_factors)
@@ -408,7 +430,8 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
     adapter = Adapter.read(folder)
     adapter.check_base(base)
     # Named after its contents, so that a changed base or adapter is merged again.
-    parts: list[object] = [model_digests(base), *(file_digest(folder / name) for name in (CONFIG, WEIGHTS))]
+    paths = [folder / CONFIG, folder / WEIGHTS, *tokenizer_files(folder)]
+    parts: list[object] = [model_digests(base), *((path.name, file_digest(path)) for path in paths)]
     if adapter.quantization is not None:
         parts.append(asdict(adapter.quantization))
     target = cache / f"merged-{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]}"
@@ -428,12 +451,7 @@ def merged_copy(folder: Path, base: Path, cache: Path) -> Path:
     return target
 
 
-def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file; raises OSError if that fails, such as on a full disk."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
+def _copy(path: Path, copy: Path) -> None:
+    """Copy a file without its mode, as the original may be read-only."""
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(path, copy)

@@ -71,7 +71,7 @@ class BaseQuantization:
         Raises:
             ModelError: the weight has another number of dims, or values that are not finite.
         """
-        hint = "name the model that the adapter was trained on with --base"
+        hint = "name the model that the adapter was trained on by: forge-rl merge ADAPTER OUT --base FOLDER"
         if weight.ndim != 2 or not weight.is_floating_point():
             raise ModelError(
                 f"{name!r:.120} is {weight.dtype} of shape {tuple(weight.shape)}, not a float matrix", hint=hint

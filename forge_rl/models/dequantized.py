@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ModelError
 from forge_rl.models.cache import Progress, build_once
-from forge_rl.models.hf_folder import complete_folder
+from forge_rl.models.hf_folder import OTHER_FORMATS, complete_folder, save_weights
 from forge_rl.models.quantized import formats
 from forge_rl.system.folders import check_own
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _FLOAT32 = "e_score_correction_bias"
 """Suffix of the names of tensors that stay float32."""
+_CODES = ("float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int32")
+"""Dtypes in which quantised values are stored, which mean nothing without scales."""
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
@@ -41,7 +43,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     Raises:
         ModelError: the cache is not writable or too small, other users can write to it, or a file cannot be read.
     """
-    files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
+    files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file() and not path.match(OTHER_FORMATS)]
     # By size and time instead of contents, which are gigabytes.
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
@@ -61,7 +63,6 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
 def _write(files: list[Path], target: Path, report: Progress) -> None:
     """Write a dequantised copy of each safetensors file, along with config and tokenizer."""
     from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
 
     target.mkdir()
     config = json.loads((files[0].parent / "config.json").read_text())["quantization_config"]
@@ -82,7 +83,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
                 # One output file for each input file, which bounds the memory.
                 tensors = dict(reader.tensors(file.keys()))
                 if tensors:
-                    save_file(tensors, target / path.name, metadata={"format": "pt"})
+                    save_weights(tensors, target / path.name)
                 weight_map |= dict.fromkeys(tensors, path.name)
                 total += sum(values.nbytes for values in tensors.values())
         except SafetensorError as error:
@@ -136,6 +137,11 @@ class _WeightReader:
                 continue
             if name not in self._whole:
                 values = self._files[name].get_tensor(name)
+                if str(values.dtype).removeprefix("torch.") in _CODES:
+                    raise ModelError(
+                        f"{name!r:.120} is {values.dtype} without the scales of {self._config['quant_method']!r:.40}",
+                        hint="give the model's bfloat16 files",
+                    )
                 yield name, values if name.endswith(_FLOAT32) else values.to(torch.bfloat16)
                 continue
             weight_format, stem = self._whole[name]

@@ -139,5 +139,5 @@ def file_factors(
             }
     raise ModelError(
         f"the adapter is of {len(a)} experts {name!r:.120}, which {base} lacks",
-        hint="name the model that it was trained on with --base",
+        hint="name the model that it was trained on by: forge-rl merge ADAPTER OUT --base FOLDER",
     )

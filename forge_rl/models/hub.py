@@ -14,11 +14,14 @@ from forge_rl.models.bundled import BUNDLED
 from forge_rl.models.cache import Progress
 from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.terminal import visible
 
 CARD = "README.md"
 """Model card that a run writes with each model that it exports."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
+_MAX_SHOWN = 300
+"""Maximum length of an error of the hub's that is shown."""
 _OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
 """Files not to fetch: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 
@@ -95,22 +98,40 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
 
     try:
         yield
-    except (errors.HfHubHTTPError, errors.HFValidationError, errors.OfflineModeIsEnabled, HTTPError, OSError) as error:
+    # hf_xet, which fetches large files, raises plain RuntimeErrors.
+    except (errors.HfHubHTTPError, errors.HFValidationError, HTTPError, OSError, RuntimeError) as error:
         login = "log in with `hf auth login`, or set HF_TOKEN"
+        # Without a cached copy, the client puts an error of its own in place of the hub's answer.
+        answer = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
         # From the most specific class to the least: some are subclasses of others.
-        match error:
+        match answer:
             case errors.GatedRepoError():
                 cause, hint = "access to it is gated", f"request access on its page, {login}"
             case errors.RevisionNotFoundError():
                 cause, hint = "it has no such revision", "name a branch, a tag or a commit after the @"
             case errors.RepositoryNotFoundError():
                 cause, hint = "the model does not exist or is private", f"check the name, {login}"
-            case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled() | HTTPError():
+            case errors.IncompleteSnapshotError():
+                cause, hint = "the hub cannot be reached, and the cache has only a part of it", "check the network"
+            case errors.HfHubHTTPError():
+                status = answer.response.status_code
+                cause = f"the hub answers with status {status}: {_first_line(answer.server_message or str(answer))}"
+                hint = login if status in (401, 403) else "try again"
+            case errors.LocalEntryNotFoundError():
                 cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
+            case errors.OfflineModeIsEnabled():
+                cause, hint = "HF_HUB_OFFLINE is set", "unset it"
+            case HTTPError():
+                cause, hint = "the hub cannot be reached", "check the network"
             case _:
-                cause = without_credentials((str(error).splitlines() or [type(error).__name__])[0])
-                hint = "try again"
+                cause, hint = _first_line(str(error)) or type(error).__name__, "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of an error's text that is not empty, in a form that is safe to print."""
+    line = next((line for line in text.splitlines() if line.strip()), "")
+    return visible(without_credentials(line.strip()[:_MAX_SHOWN]))
 
 
 def _bundled() -> str:

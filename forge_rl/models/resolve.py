@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import os
 import re
 import stat
@@ -14,8 +15,8 @@ from forge_rl.errors import ModelError
 from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
-from forge_rl.models.cache import Progress
-from forge_rl.models.hf_folder import model_files, read_object
+from forge_rl.models.cache import Progress, build_once
+from forge_rl.models.hf_folder import TOKENIZERS, corrected_tokenizer_config, model_files, read_object
 from forge_rl.models.hub import download, is_hub_model
 
 _INDEX = "model.safetensors.index.json"
@@ -26,7 +27,6 @@ _OBJECTS = (
 """Files that must hold a JSON object, if they exist."""
 _AGAIN = "download or export the model again"
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
@@ -34,11 +34,12 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
 
-    An adapter in PEFT's format is merged with its base model, once, into the cache.
+    An adapter in PEFT's format is merged with its base model, once, into the cache. Where a tokenizer's class has to be
+    corrected, the result is a folder of links.
 
     Args:
-        name: bundled model, hub id with or without @revision, or folder of a model, an adapter or a checkpoint.
-            Downloads are kept in the hub's own cache.
+        name: bundled model, hub id of a model or an adapter with or without @revision, or folder of a model, an adapter
+            or a checkpoint. Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
 
     Raises:
@@ -52,10 +53,9 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         # A run has several models: which one is meant must be said.
         if newest := _newest_checkpoint(folder):
             raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
-        model = model_in(folder)
-        return _merged(model, cache, progress) if is_adapter(model) else _checked(model)
+        return _usable(model_in(folder), cache, progress)
     if is_hub_model(name):
-        return _checked(download(name, progress))
+        return _usable(download(name, progress), cache, progress)
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')
     close = difflib.get_close_matches(name.lower(), BUNDLED, n=1, cutoff=0.4)
@@ -64,6 +64,42 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         f"no model named {name!r}",
         hint=f'{suggestion}give a bundled model ({", ".join(BUNDLED)}), a folder, or a hub id "org/name"',
     )
+
+
+def _usable(folder: Path, cache: Path, progress: Progress | None) -> Path:
+    """Return a folder of the model that all programs read alike: merged, if it is an adapter, and with the class that
+    its tokenizer.json needs."""
+    if is_adapter(folder):
+        return _merged(folder, cache, progress)
+    _checked(folder)
+    config = corrected_tokenizer_config(folder)
+    return folder if config is None else _linked(folder, config, cache)
+
+
+def _linked(folder: Path, tokenizer_config: str, cache: Path) -> Path:
+    """Return a cached folder of links to a model's files, with another tokenizer_config.json."""
+    paths = {path.relative_to(folder): path.resolve() for path in model_files(folder)}
+    parts = [tokenizer_config, *(f"{name} {path}" for name, path in paths.items())]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    # The last two names stay: those of the hub's cache are "snapshots" and the commit.
+    target = cache / f"linked-{key}" / folder.resolve().parent.name / folder.resolve().name
+
+    def write(work: Path) -> None:
+        for name, path in paths.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.name == "tokenizer_config.json":
+                (work / name).write_text(tokenizer_config)
+            else:
+                (work / name).symlink_to(path)
+
+    try:
+        build_once(target, write, ModelError)
+    except OSError as error:
+        raise ModelError(
+            f"cannot link the files of {folder} in {target}: {error.strerror or error}",
+            hint="choose another folder with --cache",
+        ) from error
+    return target
 
 
 def find_model(name: str, cache: Path) -> Path:
@@ -150,10 +186,13 @@ def _checked(folder: Path) -> Path:
         missing += [part for part in weights if not (folder / part).is_file()]
     elif not weights:
         missing.append("weights (*.safetensors)")
-    if not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
-        missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS):
+        missing.append(f"a tokenizer ({' or '.join(TOKENIZERS)})")
     if missing:
-        raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
+        more = f" and {len(missing) - 3} more files" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{folder} is not a complete model: it lacks {', '.join(missing[:3])}{more}", hint=_completion(folder)
+        )
     # Headers only: a truncated download shows there, without reading gigabytes.
     for part in weights:
         _check_header(folder / part)
@@ -215,16 +254,27 @@ def _completion(folder: Path) -> str:
         return f"{pickle_names[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
     if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
         return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
+    if snapshots := sorted((folder / "snapshots").glob("*")):
+        return f"name one of its snapshots, such as {snapshots[-1]}, or the hub id"
+    inner_configs = sorted([*folder.glob("*/config.json"), *folder.glob(f"*/{ADAPTER_CONFIG}")])
+    if inner_configs and not (folder / "config.json").exists():
+        return f"name a model's folder in it, such as {inner_configs[-1].parent}"
+    if folder.parent.name == "snapshots":
+        return "its download was cut short, or the repository lacks them: start again with a network"
     return "give a folder to which save_pretrained wrote both the model and its tokenizer"
 
 
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
-    """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots."""
-    home = folder.resolve()
-    # snapshots/COMMIT/FILE is a link to blobs/HASH.
-    home = home.parent.parent if home.parent.name == "snapshots" else home
+    """Check that no link leads out of the folder; the hub's cache links to files next to its snapshots, or next to all
+    of its repositories."""
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":
+        # snapshots/COMMIT/FILE is a link to blobs/HASH, which may be a link into the store of the whole cache.
+        repository = homes[0].parent.parent
+        homes = [repository, *([repository.parent / "blobs"] if repository.name.startswith("models--") else [])]
     for path in files:
-        if not (target := Path(os.path.realpath(path))).is_relative_to(home):
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(home) for home in homes):
             raise ModelError(
                 f"{path} links out of the model's folder, to {target}", hint=f"copy it: cp -rL {folder} COPY"
             )

@@ -271,7 +271,8 @@ class Trainings:
         needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
         # A snapshot holds no gradient, and waits for the step that uses it up.
         if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
-            with contextlib.suppress(OSError, ServiceError):  # the journal has all that this would have written
+            # The journal has all that this would have written.
+            with contextlib.suppress(OSError, CheckpointError, ServiceError):
                 await self._executor.take_snapshot(training, entry.seq)
 
     async def _run_together(self, first: Training) -> bool:

@@ -25,11 +25,14 @@ from forge_rl.tokens.tool_text import as_text, has_tools
 from forge_rl.tokens.turn_ends import TurnEnds, find_turn_ends
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 """Token of one byte in vocabularies of SentencePiece."""
+_PROBE = "Hello world,\n2 + 3?"
+"""Text that any tokenizer of a language model keeps."""
 _Messages = Sequence[Mapping[str, object]]
 
 
@@ -66,13 +69,31 @@ class Tokenizer:
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
             self.hf: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(
-                folder, config=_config_of(folder), local_files_only=True, trust_remote_code=False
+                folder,
+                config=_config_of(folder),
+                local_files_only=True,
+                trust_remote_code=False,
+                # Beside a tekken.json, transformers would take Mistral's own tokenizer, which has no chat template.
+                mistral_format=False,
             )
+            broken_text = _broken_text(self.hf, folder)
         except Exception as error:  # third-party files can be malformed in any way
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(
                 f"cannot load a tokenizer from {folder}: {cause}", hint="give a folder with a tokenizer"
             ) from error
+        if not hasattr(self.hf, "backend_tokenizer"):
+            raise ModelError(
+                f"the tokenizer in {folder} is a {type(self.hf).__name__}, which has no form as tokenizer.json",
+                hint="convert it to a tokenizer.json",
+            )
+        if broken_text is not None:
+            raise ModelError(
+                f"transformers reads the tokenizer in {folder} as a {type(self.hf).__name__}, which turns {_PROBE!r} "
+                f"into {broken_text!r:.80}",
+                hint='its tokenizer.json is right: set "tokenizer_class" to "PreTrainedTokenizerFast" in '
+                "tokenizer_config.json",
+            )
         if self.hf.chat_template is None:
             raise ModelError(
                 f"the model in {folder} has no chat template, so it cannot read messages",
@@ -429,6 +450,25 @@ class Tokenizer:
             return None
         settings = json.loads(path.read_text())
         return settings.get(key, settings.get("text_config", {}).get(key))
+
+
+def _broken_text(hf: PreTrainedTokenizerFast, folder: Path) -> str | None:
+    """Return what transformers' class of the tokenizer makes of a text that its tokenizer.json keeps; None if it keeps
+    it, too.
+
+    `resolve_model` corrects the class; transformers ignores that of some types of models.
+    """
+    import tokenizers
+
+    path, backend = folder / "tokenizer.json", getattr(hf, "backend_tokenizer", None)
+    if backend is None or not path.is_file() or (text := _round_trip(backend)) == _PROBE:
+        return None
+    return text if _round_trip(tokenizers.Tokenizer.from_file(str(path))) == _PROBE else None
+
+
+def _round_trip(tokenizer: tokenizers.Tokenizer) -> str:
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    return tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def _config_of(folder: Path) -> Any:

@@ -137,6 +137,27 @@ def test_links_of_the_hubs_cache_are_followed(model: Path):
     open_model(snapshot)
 
 
+def test_links_into_the_store_of_the_hubs_cache_are_followed(model: Path):
+    from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
+
+    cache = model.parent / "hub"
+    blobs, snapshot = (cache / "models--org--name" / place for place in ("blobs", "snapshots/5e1c"))
+    shutil.copytree(model, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    weights = blobs / "model.safetensors"
+    # As the client does with each file that it fetches by hf_xet.
+    size = weights.stat().st_size
+    assert publish_blob_to_shared_store(blob_path=str(weights), xet_hash="ab" * 32, cache_dir=cache, expected_size=size)
+    assert weights.is_symlink()
+    open_model(snapshot)
+    (cache.parent / "token").write_text("{}")
+    (snapshot / "generation_config.json").unlink(missing_ok=True)
+    (snapshot / "generation_config.json").symlink_to("../../../../token")
+    refused(snapshot, "generation_config.json links out of the model's folder")
+
+
 @pytest.mark.parametrize(
     "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", INDEX]
 )
@@ -214,7 +235,15 @@ def test_every_loader_of_models_says_that_it_runs_no_code():
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
                 said = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 found.append((path.name, said.get("trust_remote_code")))
-    places = ("arguments.py", "bundled.py", "reward_model.py", "served.py", "tokenizer.py", "transformers_model.py")
+    places = (
+        "arguments.py",
+        "bundled.py",
+        "hf_folder.py",
+        "reward_model.py",
+        "served.py",
+        "tokenizer.py",
+        "transformers_model.py",
+    )
     assert sorted(found) == [(place, "False") for place in places]
 
 

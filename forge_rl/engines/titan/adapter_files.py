@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from forge_rl.engines.adapter_settings import AdapterSettings
 from forge_rl.engines.titan.shards import ADAPTERS
 from forge_rl.errors import CheckpointError
 from forge_rl.models.adapters import Adapter, write_adapter
-from forge_rl.models.hf_folder import open_weights, read_object
+from forge_rl.models.hf_folder import open_weights, read_object, save_weights
 
 TRAINING, COUNTS = "training.safetensors", "training.json"
 """forge_rl's own files: the moments; and the settings with the numbers of updates and passes."""
@@ -60,18 +59,14 @@ def write_state(folder: Path, state: AdapterState, settings: AdapterSettings, *,
 
     Args:
         base: Hugging Face folder of the model that it adapts.
+
+    Raises:
+        CheckpointError: it cannot be written, such as on a full disk.
     """
     lora, factors = settings.lora, state.tensors["values"]
     a_name, b_name = ADAPTERS
     weights = [name.removesuffix(f"/{a_name}") for name in factors if name.endswith(a_name)]
-    write_adapter(
-        folder,
-        {name: (factors[f"{name}/{a_name}"], factors[f"{name}/{b_name}"]) for name in weights},
-        base=base,
-        alpha=lora.alpha,
-        rslora=lora.rslora,
-        dropout=lora.dropout,
-    )
+    pairs = {name: (factors[f"{name}/{a_name}"], factors[f"{name}/{b_name}"]) for name in weights}
     # Cuts of B are strided views, which safetensors refuses.
     moments = {
         f"{kind}/{name}": tensor.contiguous()
@@ -79,9 +74,16 @@ def write_state(folder: Path, state: AdapterState, settings: AdapterSettings, *,
         if kind != "values"
         for name, tensor in tensors.items()
     }
-    save_file(moments, folder / TRAINING)
     counts = {"updates": state.updates, "planned": state.planned, "seed": settings.seed, "lora": asdict(lora)}
-    (folder / COUNTS).write_text(json.dumps(counts, indent=2) + "\n")
+    try:
+        write_adapter(folder, pairs, base=base, alpha=lora.alpha, rslora=lora.rslora, dropout=lora.dropout)
+        save_weights(moments, folder / TRAINING)
+        (folder / COUNTS).write_text(json.dumps(counts, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"the adapter cannot be written to {folder}: {error.strerror or error}",
+            hint="free space, or choose another --out",
+        ) from error
 
 
 def read_state(folder: Path, *, with_optimizer: bool) -> AdapterState:

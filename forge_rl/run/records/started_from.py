@@ -10,6 +10,7 @@ from pathlib import Path
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.adapters import is_adapter
 from forge_rl.models.digests import model_digests
+from forge_rl.models.hf_folder import corrected_tokenizer_config
 from forge_rl.models.hub import download, is_hub_model
 from forge_rl.models.resolve import model_in
 from forge_rl.run.records.json_files import read_object, write_json
@@ -57,7 +58,8 @@ def where_moved(flag: str, record: ModelRecord) -> str:
     if not folder.is_dir():
         return ""
     folder = model_in(folder).resolve()
-    if is_adapter(folder):  # the record is of the merged model, which ModelKeeper compares
+    # The record is of the merged model, or of the one with a corrected tokenizer, which ModelKeeper compares.
+    if is_adapter(folder) or corrected_tokenizer_config(folder) is not None:
         return ""
     if not (changed := _changed(record, folder)):
         return ""
