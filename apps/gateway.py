@@ -27,7 +27,7 @@ from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flag
 from forge_rl.flags.fields import check_idle
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.adapters import ServedAdapters
-from forge_rl.gateway.keys import kept_key, read_key
+from forge_rl.gateway.keys import checked_key, kept_key, read_key
 from forge_rl.models.adapter_limits import check_served, served_rank
 from forge_rl.models.adapters import Adapter, is_adapter
 from forge_rl.models.bundled import default_cache
@@ -37,6 +37,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.services.generator import Generator
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.system.folders import make_private
@@ -177,11 +178,13 @@ class Services:
         self.stack.push_async_callback(service.stop)
         return service
 
-    async def engines(self, config: Generator.Config, folder: Path, seed: int, cache: Path) -> Generator:
+    async def engines(
+        self, config: Generator.Config, folder: Path, seed: int, cache: Path, *, hosts: ServiceHosts | None = None
+    ) -> Generator:
         """Start engines that serve the model in a folder; `cache` is where a bundled draft model is kept."""
         drafts = await asyncio.to_thread(resolve_draft_model, config.speculation, folder, cache)
-        config = replace(config, speculation=drafts)
-        generator = await self.started(Generator.start(config, self.start, model=folder, seed=seed))
+        config, start = replace(config, speculation=drafts), replace(self.start, hosts=hosts)
+        generator = await self.started(Generator.start(config, start, model=folder, seed=seed))
         await generator.serve_model()
         return generator
 
@@ -254,7 +257,7 @@ def _key(config: Config) -> tuple[str, str]:
     """Read or generate the key for requests; return it, and a shell expression for it. Both are "" for none.
 
     Raises:
-        ConfigError: the key file is unreadable or unsafe, or holds no valid key.
+        ConfigError: the key file is unreadable or unsafe, or it or the environment holds no valid key.
     """
     # Engines inherit the environment, and must not get the key.
     environment_key = os.environ.pop(KEY_VARIABLE, "")
@@ -264,7 +267,7 @@ def _key(config: Config) -> tuple[str, str]:
     if config.api_key_file is not None:
         key = read_key(file)
     elif environment_key:
-        return environment_key, f"${KEY_VARIABLE}"
+        return checked_key(environment_key, f"the variable {KEY_VARIABLE}"), f"${KEY_VARIABLE}"
     else:
         config.out.mkdir(parents=True, exist_ok=True)
         key = kept_key(file)
