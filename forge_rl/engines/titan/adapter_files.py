@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from forge_rl.engines.adapter_settings import AdapterSettings
@@ -60,7 +61,21 @@ def write_state(folder: Path, state: AdapterState, settings: AdapterSettings, *,
 
     Args:
         base: Hugging Face folder of the model that it adapts.
+
+    Raises:
+        CheckpointError: a file cannot be written.
     """
+    try:
+        _write_files(folder, state, settings, base)
+    except (OSError, SafetensorError) as error:
+        # An error of a library would count as one of the device, for which ranks are restarted.
+        cause = (error.strerror if isinstance(error, OSError) else "") or error
+        raise CheckpointError(
+            f"an adapter cannot be written: {cause}", hint="free space, or choose another --out"
+        ) from error
+
+
+def _write_files(folder: Path, state: AdapterState, settings: AdapterSettings, base: Path) -> None:
     lora, factors = settings.lora, state.tensors["values"]
     a_name, b_name = ADAPTERS
     weights = [name.removesuffix(f"/{a_name}") for name in factors if name.endswith(a_name)]
