@@ -107,7 +107,7 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
     try:
         make_private(folder, CheckpointError)
         (folder / "logs").mkdir(exist_ok=True)
-        lock = _locked(folder)
+        lock = lock_folder(folder)
         write_json(folder / "config.json", as_json(config))
         write_json(folder / "versions.json", {**versions(), "code": dict(code or {})})
     except OSError as error:
@@ -126,8 +126,11 @@ def _has_checkpoints(folder: Path) -> bool:
     return is_there(checkpoints) and any(checkpoints.iterdir())
 
 
-def _locked(folder: Path) -> int:
-    """Lock a run's folder against other processes, on any host that shares it, and note there who holds it.
+def lock_folder(folder: Path) -> int:
+    """Lock a folder against other processes, on any host that shares it, and note there who holds it.
+
+    Returns:
+        File descriptor of the lock, which ends with the process.
 
     Raises:
         CheckpointError: another process runs there, or the file system has no locks.
