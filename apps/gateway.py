@@ -37,6 +37,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.services.generator import Generator
 from forge_rl.services.service_start import ServiceStart
 from forge_rl.system.folders import make_private
@@ -178,11 +179,13 @@ class Services:
         self.stack.push_async_callback(service.stop)
         return service
 
-    async def engines(self, config: Generator.Config, folder: Path, seed: int, cache: Path) -> Generator:
+    async def engines(
+        self, config: Generator.Config, folder: Path, seed: int, cache: Path, *, hosts: ServiceHosts | None = None
+    ) -> Generator:
         """Start engines that serve the model in a folder; `cache` is where a bundled draft model is kept."""
         drafts = await asyncio.to_thread(resolve_draft_model, config.speculation, folder, cache)
-        config = replace(config, speculation=drafts)
-        generator = await self.started(Generator.start(config, self.start, model=folder, seed=seed))
+        config, start = replace(config, speculation=drafts), replace(self.start, hosts=hosts)
+        generator = await self.started(Generator.start(config, start, model=folder, seed=seed))
         await generator.serve_model()
         return generator
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,20 +22,25 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.devices import gpus
 from forge_rl.engines.lora_config import LoRAConfig, check_shared_base
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.fields import check_idle
 from forge_rl.gateway import check_address
 from forge_rl.gateway.keys import kept_key, read_key_file
+from forge_rl.models.adapters import BASE, Adapter
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.hub import is_hub_model
 from forge_rl.models.resolve import find_model
 from forge_rl.run.launch import launch
 from forge_rl.run.lora_settings import check_served_targets
 from forge_rl.run.records.run_dir import lock_folder
+from forge_rl.runtime.children import visible_gpu
+from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.services.generator import Generator
 from forge_rl.services.policy_backend import most_scored_tokens
 from forge_rl.services.service_start import ServiceStart
@@ -93,26 +98,13 @@ class Config(TinkerConfig):
             ConfigError: names the first of them.
         """
         idle_groups = {
-            "requests set the optimizer": ("trainer.optimizer",),
-            "a request is one pass, or one update": ("trainer.minibatches", "trainer.epochs"),
             "requests set their temperature": ("generator.temperature",),
-            "no trainer lends devices, and no host comes or goes": RUN_FIELDS,
+            "the trainer lends no devices, and no host comes or goes": RUN_FIELDS,
+            "requests bring their optimizer, and say when it steps": (
+                *("trainer.optimizer", "trainer.minibatches", "trainer.epochs", "trainer.max_skipped_updates"),
+            ),
         }
         check_idle(self, idle_groups)
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Hold a server's folder during the body: two servers would spoil each other's journals.
-
-    Raises:
-        CheckpointError: another server has it.
-    """
-    lock = lock_folder(out)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 @contextlib.asynccontextmanager
@@ -123,12 +115,20 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
         ForgeError: one of them failed to start.
     """
     check_address(config.http)
+    # On CUDA a run chooses it by a plan of memory, which is of a run's services.
+    if not config.trainer.seq_len:
+        raise ConfigError(
+            "--trainer.seq-len is 0, and no row of data would fit",
+            hint="set it to the tokens of the longest datum, a multiple of 128: a row of as many must fit the GPU",
+        )
     if open_to := check_isolation(config.isolation):
         _warn(open_to)
     keys = _keys(config)
     async with running_services(config.out, config.isolation) as services:
-        services.stack.enter_context(_locked(config.out))
+        # Two servers on one folder would write over each other's trainings.
+        services.stack.callback(os.close, lock_folder(config.out))
         folder = await asyncio.to_thread(find_model, config.model, config.cache)
+        await asyncio.to_thread(_check_trainings, config, folder)
         trainer_config = replace(config.trainer, lora=config.lora, lora_seed=config.seed)
         architecture = read_architecture(folder, trainer_config.modelling)
         check_model(trainer_config, trainer_config.ranks, architecture)
@@ -140,6 +140,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
             max_lora_rank=max(config.generator.max_lora_rank, config.lora.rank),
         )
         check_decode_layout(folder, settings, engines=settings.replicas)
+        hosts = engine_hosts(settings, trainer_config.ranks)
         if config.mix_rows and (trainer_config.ranks > 1 or architecture.experts is not None):
             raise ConfigError(
                 "--mix-rows takes a trainer of one rank, and a model without experts",
@@ -151,7 +152,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
             Trainer.start(trainer_config, start, model=TrainedModel(folder=folder), run=run)
         )
         settings = with_longest_context(settings, folder, min_tokens=settings.max_tokens)
-        engines = await services.engines(settings, folder, config.seed, config.cache)
+        engines = await services.engines(settings, folder, config.seed, config.cache, hosts=hosts)
         vocab_size = Tokenizer(folder).vocab_size
         base = BaseModel(
             name=config.model,
@@ -193,6 +194,45 @@ def _keys(config: Config) -> dict[str, str]:
     if config.keys is not None:
         return read_keys(config.keys, read_key_file(config.keys))
     return {"owner": kept_key(config.out / "api_key", prefix="tml-")}
+
+
+def _check_trainings(config: Config, folder: Path) -> None:
+    """Check that earlier trainings in the folder --out adapt this model.
+
+    Raises:
+        ConfigError: they adapt another one.
+    """
+    for depth in ("*/*", "*/*/*"):  # snapshots, and checkpoints by their kind
+        for path in config.out.glob(f"models/{depth}/{BASE}"):
+            try:
+                adapter = Adapter.read(path.parent)
+            except ModelError:  # the server leaves out what it cannot read
+                continue
+            try:
+                adapter.check_base(folder)
+            except ModelError as error:
+                raise ConfigError(
+                    f"{config.out} holds trainings over another model than {config.model}: {error.message}",
+                    hint="choose another --out, or that model",
+                ) from error
+            return  # all of them adapt the same
+
+
+def engine_hosts(settings: Generator.Config, ranks: int) -> ServiceHosts | None:
+    """Return this host with the GPUs that the trainer leaves to the engines; None without GPUs, or if they share them.
+
+    Raises:
+        ConfigError: they share GPUs whose memory the engines would take whole.
+    """
+    names, needed = tuple(visible_gpu(index) for index in range(gpus())), settings.replicas * settings.devices
+    if len(names) >= ranks + needed:
+        return ServiceHosts(gpus={THIS_HOST: names[ranks:]})
+    if names and not settings.gpu_memory_utilization:
+        raise ConfigError(
+            f"{ranks} ranks of the trainer and {needed} devices of engines share {len(names)} GPUs",
+            hint="set --generator.gpu-memory-utilization to the share of a GPU that the trainer leaves to an engine",
+        )
+    return None
 
 
 def _tokenizer_id(model: str, folder: Path) -> str:

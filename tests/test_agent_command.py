@@ -226,6 +226,7 @@ async def solve(task, session):
 
 def plain(task):
     import openai
+    print("thinking", end="...")
     openai.OpenAI().chat.completions.create(model="fake", messages=list(task.messages))
 """
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from apps.gateway import Config, main
+from apps.gateway import KEY_VARIABLE, Config, _key, main
 from forge_rl.errors import ConfigError
 from forge_rl.flags.command_line import parse
 from forge_rl.services.generator import Generator
@@ -42,6 +42,18 @@ def test_flags_without_an_effect_are_refused_by_name(flags: str, message: str) -
     config = parse(Config, "gateway", flags.split())
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         config.check_effects()
+
+
+def test_a_key_of_the_environment_is_taken_without_its_line_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "secret\n")  # as a file of secrets gives it
+    assert _key(Config(out=tmp_path)) == ("secret", f"${KEY_VARIABLE}")
+    assert KEY_VARIABLE not in os.environ
+    for text in ("two words", "\n"):
+        monkeypatch.setenv(KEY_VARIABLE, text)
+        with pytest.raises(ConfigError, match=f"the variable {KEY_VARIABLE} does not hold a valid key"):
+            _key(Config(out=tmp_path))
 
 
 @pytest.mark.long

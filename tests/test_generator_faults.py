@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import re
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from forge_rl.errors import ConfigError, ContextError, PoisonError, ReplicaError, ServiceError, WeightsError
+from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.services import engine_pool
 from forge_rl.services.completion import ResumableCompletion
+from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.types import Sampling
 from tests.fake_engine import GARBAGE, NON_FINITE, draw
 from tests.staged_engines import PROMPT, read, right, stage, stream
@@ -310,3 +315,13 @@ async def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(
         on.orders.tell(0)
         await on.until_serving(0, 1)
         assert on.generator.engines() == {0: 64, 1: 64}
+
+
+async def test_an_adapter_that_cannot_be_written_is_no_fault_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    load: Any = inspect.unwrap(GeneratorActor.load_adapter._method)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="'a' cannot be written for an engine: No such file") as raised:
+        await load(None, "a", AdapterFiles(config=b"", weights=b""))
+    assert "TMPDIR" in raised.value.hint

@@ -108,6 +108,13 @@ def test_the_interpreter_is_this_one_the_users_or_one_that_is_made(tmp_path: Pat
     assert "/bin/sh -m pip install 'lm-eval[api]==" in caught.value.hint
     with pytest.raises(ConfigError, match=r"lm-eval 0\.4\.9, but 0\.4\.10 or later"):
         find_python(str(peer(tmp_path, "0.4.9")))
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_eval, "_VERSION_S", 0.2)
+        with pytest.raises(ConfigError, match=r"slow cannot say .*: no answer within 0\.2 s"):
+            find_python(str(slow))
     asked: list[object] = []
 
     def made(requirements: object, *, python: str, flag: str) -> Path:

@@ -139,7 +139,9 @@ async def test_a_training_from_its_session_to_a_sample(tmp_path: Path):
     trainer = FakeTrainer()
     async with serving(tmp_path, trainer) as server:
         ann = Client(server.url, "ann")
-        assert (await ann.post("client/config", sdk_version="0.38.0"))["pjwt_auth_enabled"] is False
+        settings = await ann.post("client/config", sdk_version="0.38.0")
+        assert (settings["pjwt_auth_enabled"], settings["parallel_fwdbwd_chunks"]) == (False, False)
+        assert settings["sample_max_concurrent_requests"] == 256  # each waits in a request, of 1024 at a time
         assert (await ann.get("get_server_capabilities"))["supported_models"][0]["model_name"] == "base"
         session_id = await ann.session()
         model_id = await ann.model(session_id)

@@ -12,9 +12,14 @@ import pytest
 
 from benchmarks.peer_environments import TINKER, set_up
 from benchmarks.report import BenchmarkError
+from forge_rl.system.variables import handed_on
 from forge_rl.tinker.server import NOT_HERE
+from forge_rl.token_arrays import TokenIds
+from forge_rl.types import Sampling, Turn
 from tests.commands import Command, actor_of
+from tests.test_tinker import KEYS as SERVED_KEYS
 from tests.test_tinker import Client, serving
+from tests.tinker_fakes import FakeEngines
 
 KEYS = {name: f"tml-{name * 24}" for name in "abc"}
 SEEDS = {"a": 1, "b": 2, "c": 3}
@@ -145,6 +150,25 @@ async def test_what_the_client_can_ask_for_is_served_or_listed_as_refused(client
     refusals -= {"join_sampling_session", "retrieve_futures", "auth/token"}  # which the client is told not to use
     without_route = {"RestClient.whoami"}  # it reads the token that auth/token would return
     assert {name for name, routes in surface["methods"].items() if refusals & set(routes)} | without_route == listed
+
+
+async def test_the_client_goes_on_after_its_mistakes_and_asks_for_no_more_than_it_may(
+    client_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class SlowEngines(FakeEngines):
+        async def generate(self, prompt_ids: TokenIds, sampling: Sampling) -> Turn:
+            await asyncio.sleep(0.2)
+            return await super().generate(prompt_ids, sampling)
+
+    monkeypatch.setattr("tests.test_tinker.FakeEngines", SlowEngines)
+    script = Path(__file__).parent / "peers" / "tinker_mistakes.py"
+    environment = handed_on({"TINKER_API_KEY": SERVED_KEYS["ann"], "TINKER_TELEMETRY": "0"})
+    async with serving(tmp_path, max_concurrent=8, max_tokens_in_flight=4000) as server:
+        command = [client_python, script, server.url]
+        output = await asyncio.to_thread(subprocess.check_output, command, text=True, env=environment)
+    result = json.loads(output.splitlines()[-1])
+    assert len(result["errors"]) == 4
+    assert (result["outputs"], result["sequences"]) == (3000, 40)
 
 
 @pytest.mark.parametrize("kinds", [("supervised", "rl"), ("dpo", "distillation")])

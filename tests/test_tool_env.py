@@ -282,6 +282,7 @@ def test_only_old_outputs_are_dropped_and_only_where_that_helps():
     assert compact([user, output("short"), output("a" * 90)]) is None  # the text in its place is longer
     old = output("b" * 20)
     assert compact([user, old, output("a")]) == [user, output("[left out]"), output("a")]
+    assert DropOldOutputs(above_chars=10, keep=3)([user, old, old]) is None  # there are fewer than stay
 
 
 def test_compaction_that_no_context_reaches_is_refused():

@@ -338,6 +338,16 @@ async def test_ranks_that_take_too_long_or_raise_are_replaced_but_not_for_ever(
             *["call step failed: RuntimeError: Connection closed by peer"] * 2,
         ]
 
+        # The owner of the work may count anew, also for ranks that were started as the last ones.
+        trainer.forget_restarts()
+        assert trainer.restarts_left == 4
+        os.kill(list(trainer._ranks.service.replicas[0].tree.roots)[1], signal.SIGKILL)
+        assert "SIGKILL" in await asyncio.wait_for(trainer.death(), WAIT_S)
+        await asyncio.sleep(0)
+        assert faults.fatal is None
+        await trainer.restart(saved)
+        assert await step(trainer, 1) == pytest.approx(expected, abs=1e-6)
+
 
 @pytest.mark.long
 async def test_a_rank_that_a_signal_ends_at_the_start_starts_all_ranks_once_more(

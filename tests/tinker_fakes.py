@@ -85,7 +85,7 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.adapters = FakeAdapters()
         self.layout = Layout(seq_len=16)
-        self.restarts = 0
+        self.restarts = self.restarts_in_a_row = 0
 
     @property
     def alive(self) -> bool:
@@ -93,7 +93,11 @@ class FakeTrainer:
 
     async def restart(self, resume: Path | None, *, cause: str = "") -> None:
         self.restarts += 1
+        self.restarts_in_a_row += 1
         self.adapters.alive = True
+
+    def forget_restarts(self) -> None:
+        self.restarts_in_a_row = 0
 
 
 class FakeEngines:

@@ -44,7 +44,7 @@ class DropOldOutputs:
         outputs = [index for index, message in enumerate(messages) if message["role"] == "tool"]
         old = {
             index
-            for index in outputs[: len(outputs) - self.keep]
+            for index in outputs[: max(0, len(outputs) - self.keep)]
             # A shorter output would only grow.
             if len(str(messages[index]["content"])) > len(self.left_out)
         }

@@ -52,7 +52,8 @@ def main(name: str, *flags: str) -> None:
     if inspect.isawaitable(answer):
         # asyncio.run takes coroutines only, and a function may return any awaitable.
         answer = asyncio.run(_result(answer))
-    # The last line of the output; what the function itself prints comes before it.
+    # A line of its own, and the last one; the function may have printed one without an end.
+    print()
     print(json.dumps({"answer": None if answer is None else str(answer)}))
 
 

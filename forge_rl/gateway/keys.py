@@ -81,10 +81,19 @@ def read_key(file: Path) -> str:
     Raises:
         ConfigError: the file holds no key, or other users may read or write it.
     """
-    key = read_key_file(file, most_bytes=_MOST_KEY_BYTES + 1).strip()
+    return checked_key(read_key_file(file, most_bytes=_MOST_KEY_BYTES + 1), f"the key file {file}")
+
+
+def checked_key(text: str, place: str) -> str:
+    """Return the key in a text, without the white space around it, which no header could send.
+
+    Raises:
+        ConfigError: the text holds no key; names its place.
+    """
+    key = text.strip()
     if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"the key file {file} does not hold a valid key",
+            f"{place} does not hold a valid key",
             hint="put one line into it: letters, digits and punctuation, without spaces",
         )
     return key

@@ -34,6 +34,8 @@ _BAR = re.compile(r"(?:([^:|%\r]{1,60}): +)?\d+%\|[^|]*\| *(\d+)/(\d+) \[")
 _TELLS = re.compile(r"\S+ +(?:ERROR|CRITICAL|WARNING +\[models\.)")
 """Log lines to show: errors, and warnings about requests to the model. Other warnings are about task files."""
 _LONGEST_LINE = 2000
+_VERSION_S = 120.0
+"""Maximum time for an interpreter to name its lm-eval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ def find_python(path: str = "") -> tuple[Path, str]:
         path: interpreter chosen by the user.
 
     Raises:
-        ConfigError: its lm-eval is missing or too old, or no interpreter can be created.
+        ConfigError: its lm-eval is missing or too old, it does not answer, or no interpreter can be created.
     """
     # This interpreter if it has lm-eval; creating another one takes minutes and the network.
     if not path and (version := _version(Path(sys.executable))):
@@ -240,9 +242,20 @@ def _results(out: Path) -> set[Path]:
 
 
 def _version(python: Path) -> str:
-    """Return an interpreter's lm-eval version; "" if it has none."""
+    """Return an interpreter's lm-eval version; "" if it has none.
+
+    Raises:
+        ConfigError: it cannot be executed, or does not answer in time.
+    """
     script = "import importlib.metadata as m; print(m.version('lm_eval'))"
-    process = subprocess.run(
-        [str(python), "-c", script], stdin=subprocess.DEVNULL, capture_output=True, env=handed_on()
-    )
+    command = [str(python), "-c", script]
+    try:
+        process = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=handed_on(), timeout=_VERSION_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        cause = error.strerror if isinstance(error, OSError) else f"no answer within {_VERSION_S:g} s"
+        raise ConfigError(
+            f"{python} cannot say whether it has lm-eval: {cause}", hint="name another one: --lm-eval-python PATH"
+        ) from error
     return process.stdout.decode(errors="replace").strip() if process.returncode == 0 else ""

@@ -28,6 +28,7 @@ from forge_rl.engines.parts import BucketOnHosts, EnginePart
 from forge_rl.engines.platform import open_store
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.engines.remote import RemoteServer
+from forge_rl.errors import ConfigError
 from forge_rl.models.adapter_bytes import AdapterFiles
 from forge_rl.runtime.addresses import HostNetwork, interface_towards, own_address
 from forge_rl.runtime.priority import low_priority
@@ -152,10 +153,18 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def load_adapter(self, name: str, files: AdapterFiles) -> None:
-        # Engines load adapters from folders; this one lasts as long as the load.
-        with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
-            await asyncio.to_thread(files.write, Path(folder))
-            await self.engine.load_adapter(name, Path(folder))
+        with contextlib.ExitStack() as stack:
+            try:
+                # Engines load adapters from folders; this one lasts as long as the load.
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="adapter-")))
+                await asyncio.to_thread(files.write, folder)
+            except OSError as error:
+                # A full disk is not the engine's fault, which would be replaced by another that cannot write, either.
+                raise ConfigError(
+                    f"the adapter {name!r:.80} cannot be written for an engine: {error.strerror or error}",
+                    hint="free space in the folder of temporary files, or name another in TMPDIR",
+                ) from error
+            await self.engine.load_adapter(name, folder)
 
     @concurrent_endpoint
     async def drop_adapter(self, name: str) -> None:

@@ -158,6 +158,10 @@ class Trainer:
         """
         self._adopt(await self._ranks.restart(resume, cause))
 
+    def forget_restarts(self) -> None:
+        """Count restarts from 0 again, once the work that was lost has been repeated."""
+        self._ranks.forget_restarts()
+
     def _adopt(self, policy: LoadedPolicy) -> None:
         self.version, self.updates, self.parameters = policy.version, policy.updates, policy.parameters
         self.failed_kernels = policy.failed_kernels

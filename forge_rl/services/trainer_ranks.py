@@ -191,6 +191,12 @@ class TrainerRanks:
         self.service.faults.recovered(self.service.name, replica.index)
         return started
 
+    def forget_restarts(self) -> None:
+        """Count restarts from 0 again."""
+        self.restarts = 0
+        if self.restarts_left:
+            self.service.replicas[0].death.remove_done_callback(self._on_last_death)
+
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
         """Take in another host, for ranks that are started from now on."""
         self._hosts = self._hosts.with_host(host, gpus, cores)

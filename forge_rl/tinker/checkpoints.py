@@ -55,6 +55,8 @@ class AdapterCheckpoint:
     size_bytes: int
     user_metadata: Mapping[str, str] | None = None
     expires_at: str | None = None
+    is_unnamed: bool = False
+    """True if its client gave it no name, but samples from it at once."""
 
     @property
     def path(self) -> str:
@@ -91,6 +93,7 @@ class SaveSettings:
     ttl_s: int | None = None
     user_metadata: Mapping[str, str] | None = None
     overwrite: bool = False
+    is_unnamed: bool = False
 
 
 class CheckpointStore:
@@ -241,9 +244,10 @@ class CheckpointStore:
         # Counting reads a file for each checkpoint, so that it is left to a thread.
         elif len(await asyncio.to_thread(lambda: list(self.all_of(record.tenant)))) >= self._max_checkpoints:
             raise ApiError(400, f"this key has {self._max_checkpoints} checkpoints, the most it may have: delete some")
-        # A name that no checkpoint can have; the rename below makes the checkpoint appear whole.
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        # Names that no checkpoint can have; the rename below makes the checkpoint appear whole.
+        partial, earlier = (folder.with_name(f".{folder.name}{suffix}.partial") for suffix in ("", ".earlier"))
+        for path in (partial, earlier):
+            shutil.rmtree(path, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             await write(partial)
@@ -258,14 +262,17 @@ class CheckpointStore:
                 size_bytes=sum(path.stat().st_size for path in partial.iterdir()),
                 user_metadata=settings.user_metadata,
                 expires_at=None if expires is None else expires.isoformat(),
+                is_unnamed=settings.is_unnamed,
             )
             (partial / _RECORD).write_text(json.dumps(asdict(checkpoint)))
-            # An overwritten checkpoint; a rename cannot replace a folder that holds files.
+            # A rename cannot replace a folder that holds files. Nothing is awaited between the two, so that whoever
+            # samples from an overwritten checkpoint always finds one.
             if folder.exists():
-                await asyncio.to_thread(shutil.rmtree, folder)
+                folder.rename(earlier)
             partial.rename(folder)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            for path in (partial, earlier):
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
         return checkpoint
 
 

@@ -23,6 +23,8 @@ from forge_rl.tinker.training import AdapterTrainer, BaseModel, PackedPass, Trai
 MOST_AHEAD = 4096
 """Maximum requests of an adapter that wait for earlier ones."""
 MOST_DATA = 4096
+_MOST_UNNAMED = 32
+"""Maximum checkpoints of a training without a name: a loop that samples from each of its steps writes thousands."""
 
 
 class RequestExecutor:
@@ -76,6 +78,8 @@ class RequestExecutor:
                 )
                 training.has_gradient, training.snapshot_updates = False, training.updates
                 return _json(type="load_weights", path=checkpoint.path, model_id=training.model_id)
+            case "refused":
+                raise ApiError(400, entry.body.decode())
         raise AssertionError(entry.kind)
 
     async def packed(self, training: Training, entry: JournalEntry) -> PackedPass:
@@ -101,12 +105,16 @@ class RequestExecutor:
         partial = training.folder / f"snapshot-{seq}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        await self._trainer.adapters.save(training.model_id, partial)
-        # The requests up to `seq` leave the journal, so that their results could not be computed again.
-        results = self._promises.unsent(training.request_id(past) for past in range(max(0, seq - MOST_AHEAD), seq + 1))
-        (partial / "results.json").write_text(json.dumps(results))
-        # The snapshot counts from here on; a kill before leaves the earlier one and the whole journal.
-        partial.rename(training.folder / f"snapshot-{seq}")
+        try:
+            await self._trainer.adapters.save(training.model_id, partial)
+            # The requests up to `seq` leave the journal, so that their results could not be computed again.
+            requested = range(max(0, seq - MOST_AHEAD), seq + 1)
+            results = self._promises.unsent(training.request_id(past) for past in requested)
+            (partial / "results.json").write_text(json.dumps(results))
+            # The snapshot counts from here on; a kill before leaves the earlier one and the whole journal.
+            partial.rename(training.folder / f"snapshot-{seq}")
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # else each attempt would take more of a full disk
         await training.journal.keep(seq)
         training.snapshot_updates = training.updates
         if earlier is not None:
@@ -133,8 +141,9 @@ class RequestExecutor:
             if entry.kind in ("create", "pass", "optim_step", "load_weights"):
                 try:
                     await self.execute(training, entry)
-                except (ApiError, ForgeError):  # as the first time
-                    if not self._trainer.alive:
+                except (ApiError, ForgeError):
+                    # As the first time; or what it needs has gone since, such as a checkpoint.
+                    if not self._trainer.alive or self._promises.has_result(training.request_id(entry.seq)):
                         raise
 
     async def _create(self, training: Training) -> FutureResult:
@@ -165,6 +174,7 @@ class RequestExecutor:
             ttl_s=request.ttl_seconds,
             user_metadata=request.user_metadata,
             overwrite=request.overwrite,
+            is_unnamed=is_sampler and request.path is None,
         )
 
         async def write(folder: Path) -> None:
@@ -173,10 +183,20 @@ class RequestExecutor:
         checkpoint: AdapterCheckpoint = await self._store.save(training.record, settings, write)
         answer: dict[str, object] = {"type": entry.kind, "path": checkpoint.path}
         # Without a path, the client wants to sample from these weights at once.
-        if is_sampler and request.path is None:
+        if settings.is_unnamed:
             seq = request.sampling_session_seq_id or 0
             answer["sampling_session_id"] = self._sessions.open_sampler(training.session_id, seq, checkpoint.path)
+            with contextlib.suppress(ApiError, OSError):  # a client has deleted it; or the next save tries again
+                await self._delete_unnamed(training)
         return _json(**answer)
+
+    async def _delete_unnamed(self, training: Training) -> None:
+        """Delete a training's checkpoints without a name beyond the maximum, those sampled from least recently."""
+        checkpoints = await asyncio.to_thread(self._store.checkpoints, training.model_id)
+        uses = {path: place for place, path in enumerate(self._sessions.paths(training.session_id))}
+        paths = [checkpoint.path for checkpoint in checkpoints if checkpoint.is_unnamed]
+        for path in sorted(paths, key=lambda path: uses.get(path, -1))[:-_MOST_UNNAMED]:
+            await self._store.delete(path, training.record.tenant)
 
 
 def _json(**fields: object) -> FutureResult:

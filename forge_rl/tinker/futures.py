@@ -100,6 +100,11 @@ class Promises:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._promises
 
+    def has_result(self, request_id: str) -> bool:
+        """Return whether a request is known to have succeeded."""
+        promise = self._promises.get(request_id)
+        return promise is not None and promise.result is not None
+
     def unsent(self, request_ids: Iterable[str]) -> dict[str, tuple[bool, str]]:
         """Return the answers that clients have not fetched yet, in a JSON-serializable form."""
         promises = [(name, self._promises[name]) for name in request_ids if name in self._promises]
@@ -121,6 +126,7 @@ class Promises:
         done = [(name, promise) for name in names if (promise := self._promises[name]).done.is_set()]
         size = sum(len(promise.result.body) for _, promise in done if promise.result is not None)
         surplus = len(done) - _MOST_DONE
+        done.sort(key=lambda item: not item[1].is_sent)  # those that their client has got go first
         for name, promise in done:
             if surplus <= 0 and size <= _MOST_DONE_BYTES:
                 break

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Kind = Literal["create", "pass", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
+Kind = Literal["create", "pass", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "refused"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _HEAD = struct.Struct("<IIqB")  # bytes of the body, its checksum, seq, kind
 
@@ -24,7 +24,7 @@ class JournalEntry:
     """Its sequence number among the adapter's requests."""
     kind: Kind
     body: bytes
-    """The request's body, unchanged."""
+    """The request's body, unchanged; of a refused one, the error."""
 
 
 class Journal:

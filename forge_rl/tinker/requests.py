@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forge_rl.gateway.errors import invalid
+from forge_rl.gateway.errors import ApiError, invalid
 
+_MOST_BYTES = 1 << 20
+"""Maximum bytes of a request without tokens, as the event loop reads it."""
 # Well within the journal's 64-bit integers.
 Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
 Text = Annotated[str, Field(max_length=500)]
@@ -24,7 +26,16 @@ class _ClientRequest(BaseModel):
     type: str = ""
 
 
-R = TypeVar("R", bound=_ClientRequest)
+class RequestPlace(BaseModel):
+    """The training of a request, and its place there; its other fields may be anything."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_id: Text | None = None
+    seq_id: Seq | None = None
+
+
+R = TypeVar("R", bound=BaseModel)
 
 
 class CreateSession(_ClientRequest):
@@ -179,6 +190,8 @@ def read(kind: type[R], body: bytes) -> R:
     Raises:
         ApiError: the body is not one; names the first field that is malformed or not supported.
     """
+    if len(body) > _MOST_BYTES and kind is not SampleRequest:
+        raise ApiError(413, f"a request of {len(body)} bytes; at most {_MOST_BYTES}", code="request_too_large")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +35,10 @@ from forge_rl.tinker.training import AdapterTrainer, BaseModel, Training
 from forge_rl.tinker.trainings import Trainings
 
 Handler = Callable[[str, bytes, Request], Awaitable[Response]]
+_SAMPLERS = 4
+"""Number of samplers that may each have the same number of requests at a time, within the maximum of their key."""
+_SILENT_S = 1800.0
+"""Time without a request, which clients send every 10 s, after which a session's adapters make room for others."""
 _API = "/api/v1"
 _RUN = "training_runs/{model_id}"
 _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
@@ -106,6 +111,7 @@ class TinkerServer:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._http: http.HttpServer | None = None
         self._work: asyncio.Task[None] | None = None
+        self._accounting: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -123,6 +129,7 @@ class TinkerServer:
         http.check_address(self._config.http)
         await self._trainings.restore()
         self._work = asyncio.create_task(self._trainings.work())
+        self._accounting = asyncio.create_task(self._tenants.keep_written())
         self._http = http.HttpServer(self._app(), self._config.http)
 
     async def failed(self) -> BaseException:
@@ -138,6 +145,9 @@ class TinkerServer:
         if self._http is not None:
             await self._http.stop()
         await asyncio.gather(*self._sampling.values(), *([self._work] if self._work else []), return_exceptions=True)
+        self._tenants.close()
+        if self._accounting is not None:
+            await self._accounting
 
     async def __aenter__(self) -> TinkerServer:
         await self.start()
@@ -220,7 +230,17 @@ class TinkerServer:
 
     async def _client_config(self, tenant: str, body: bytes, request: Request) -> Response:
         """Tell the client how to use this server: the client's defaults, without features that are missing here."""
-        return JSONResponse({"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_cancel_enabled": True})
+        settings = {
+            "pjwt_auth_enabled": False,
+            "proto_compress_fwdbwd": False,
+            "sample_cancel_enabled": True,
+            # The client would send the first part of a large pass last; the others may fill what its key has in flight
+            # and wait for it.
+            "parallel_fwdbwd_chunks": False,
+            # Each sample waits in a request of its own; after a 429, the client asks for its result up to 30 s later.
+            "sample_max_concurrent_requests": max(1, self._config.max_concurrent // _SAMPLERS),
+        }
+        return JSONResponse(settings)
 
     async def _telemetry(self, tenant: str, body: bytes, request: Request) -> Response:
         return JSONResponse({"status": "accepted"})  # and dropped
@@ -258,6 +278,19 @@ class TinkerServer:
     def _end_session(self, session_id: str) -> None:
         for training in self._trainings.of_session(session_id):
             self._trainings.end(training)
+        for request_id, task in self._sampling.items():
+            if request_id.startswith(f"{session_id}:"):
+                task.cancel()
+
+    def _make_room(self, tenant: str) -> None:
+        """End sessions whose clients are gone, as long as their adapters leave no room for another one of a tenant."""
+        for session in self._sessions.silent_sessions(_SILENT_S):
+            is_full = len(self._trainings) >= self._config.max_total_adapters
+            if session.tenant == tenant:
+                is_full |= len(self._trainings.of(tenant)) >= self._config.max_adapters
+            if is_full and self._trainings.of_session(session.session_id):
+                self._end_session(session.session_id)
+                self._sessions.end(session.session_id, session.tenant)
 
     async def _list_sessions(self, tenant: str, body: bytes, request: Request) -> Response:
         return JSONResponse({"sessions": [session.session_id for session in self._sessions.of(tenant)]})
@@ -300,14 +333,12 @@ class TinkerServer:
         return self._open(record, values.session_id, JournalEntry(seq=0, kind="create", body=body))
 
     async def _load_weights(self, tenant: str, body: bytes, request: Request) -> Response:
+        if requests.read(requests.RequestPlace, body).model_id is not None:
+            return await self._submit("load_weights", requests.LoadWeights, tenant, body, request)
         values = requests.read(requests.LoadWeights, body)
-        saved, _, _ = self._store.find(values.path, tenant)
-        if values.model_id is not None:
-            training = self._trainings.get(values.model_id, tenant)
-            entry = JournalEntry(seq=_seq(values.seq_id), kind="load_weights", body=body)
-            return self._promised(self._trainings.submit(training, entry), values.model_id)
         if values.session_id is None:
             raise ApiError(400, "neither model_id nor session_id", param="model_id")
+        saved, _, _ = self._store.find(values.path, tenant)
         self._check_base(values.base_model or self._base.name)
         record = AdapterRecord(
             model_id=f"{values.session_id}:train:{_seq(values.model_seq_id)}",
@@ -329,6 +360,8 @@ class TinkerServer:
         if training is None:
             if self._store.holds(record.model_id):  # its checkpoints belong to the ended one
                 raise ApiError(410, f"the training {record.model_id} has ended; create another one", code="ended")
+            self._make_room(record.tenant)
+            current = self._trainings.of(record.tenant)
             if len(current) >= self._config.max_adapters:
                 raise ApiError(
                     400,
@@ -372,24 +405,29 @@ class TinkerServer:
     async def _pass(self, tenant: str, body: bytes, request: Request) -> Response:
         # Only the address is read here. Data are checked when the pass is next in its adapter's order, and fail that
         # request.
-        address = await asyncio.to_thread(wire.read_address, body)
+        with self._reading(tenant, body):
+            address = await asyncio.to_thread(wire.read_address, body)
         training = self._trainings.get(address.model_id, tenant)
         entry = JournalEntry(seq=address.seq_id, kind="pass", body=body)
-        counts = {"scored" if address.forward_only else "trained": address.tokens}
-        return self._promised(self._trainings.submit(training, entry, **counts), training.model_id)
+        with self._trainings.keeping_place(training, address.seq_id):
+            return self._promised(self._trainings.submit(training, entry, tokens=address.tokens), training.model_id)
 
     async def _submit(
         self,
         kind: Kind,
-        form: type[requests.OptimStep] | type[requests.SaveWeights],
+        form: type[requests.OptimStep] | type[requests.SaveWeights] | type[requests.LoadWeights],
         tenant: str,
         body: bytes,
         request: Request,
     ) -> Response:
-        values = requests.read(form, body)
-        training: Training = self._trainings.get(values.model_id, tenant)
-        entry = JournalEntry(seq=values.seq_id, kind=kind, body=body)
-        return self._promised(self._trainings.submit(training, entry), training.model_id)
+        place = requests.read(requests.RequestPlace, body)
+        if place.model_id is None:
+            raise ApiError(400, "missing parameter: model_id", param="model_id", code="missing_required_parameter")
+        training: Training = self._trainings.get(place.model_id, tenant)
+        entry = JournalEntry(seq=_seq(place.seq_id), kind=kind, body=body)
+        with self._trainings.keeping_place(training, entry.seq):
+            requests.read(form, body)
+            return self._promised(self._trainings.submit(training, entry), training.model_id)
 
     # Samples.
 
@@ -411,7 +449,8 @@ class TinkerServer:
 
     async def _sample(self, tenant: str, body: bytes, request: Request) -> Response:
         # In a thread, as a long prompt is a long list of integers to validate.
-        values = await asyncio.to_thread(requests.read, requests.SampleRequest, body)
+        with self._reading(tenant, body):
+            values = await asyncio.to_thread(requests.read, requests.SampleRequest, body)
         if values.sampling_session_id is None or values.seq_id is None:
             raise ApiError(400, "no sampling_session_id and seq_id", param="sampling_session_id")
         if values.num_samples > self._config.max_samples:
@@ -529,6 +568,10 @@ class TinkerServer:
 
     async def _usage(self, tenant: str, body: bytes, request: Request) -> Response:
         return JSONResponse({"tenant": tenant, "tokens": self._tenants.usage(tenant)})
+
+    def _reading(self, tenant: str, body: bytes) -> contextlib.AbstractContextManager[None]:
+        """Count a body as in flight while a thread reads it, as messages take many times the memory of their bytes."""
+        return self._tenants.in_flight(tenant, tokens=0, body_bytes=len(body))
 
     def _check_base(self, name: str) -> None:
         if name != self._base.name:

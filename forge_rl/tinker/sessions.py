@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -59,6 +60,8 @@ class Sessions:
         self._max_sessions = max_sessions
         self._on_end = on_end
         self._sessions = _read(folder)
+        self._used_s = dict.fromkeys(self._sessions, time.monotonic())
+        """Time of each session's last request, by id; clients send one every 10 s."""
 
     def create(
         self, tenant: str, user_metadata: Mapping[str, str] | None = None, display_name: str | None = None
@@ -67,12 +70,12 @@ class Sessions:
         session = ClientSession(
             session_id=secrets.token_hex(12), tenant=tenant, user_metadata=user_metadata, display_name=display_name
         )
+        self._write(session)  # first: on a full disk, none ends for one that has not begun
         self._sessions[session.session_id] = session
-        current = self.of(tenant)
-        for idle in current[: len(current) - self._max_sessions]:
+        self._used_s[session.session_id] = time.monotonic()
+        for idle in self.of(tenant)[: -self._max_sessions]:
             self._on_end(idle.session_id)  # first: a training without its session could not be ended with it
             self.end(idle.session_id, tenant)
-        self._write(session)
         return session
 
     def of(self, tenant: str) -> list[ClientSession]:
@@ -90,12 +93,18 @@ class Sessions:
             raise ApiError(410, f"there is no session {session_id[:100]!r}", code="session_gone")
         # To the end, as the one used last.
         self._sessions[session_id] = self._sessions.pop(session_id)
+        self._used_s[session_id] = time.monotonic()
         return session
+
+    def silent_sessions(self, seconds: float) -> list[ClientSession]:
+        """Return the sessions whose clients have sent nothing for a time, the longest first."""
+        since = time.monotonic() - seconds
+        return [session for session in self._sessions.values() if self._used_s[session.session_id] <= since]
 
     def end(self, session_id: str, tenant: str) -> None:
         """End a session."""
         self.get(session_id, tenant)
-        del self._sessions[session_id]
+        del self._sessions[session_id], self._used_s[session_id]
         self._file(session_id).unlink(missing_ok=True)
 
     def open_sampler(self, session_id: str, seq: int, model_path: str | None) -> str:
@@ -121,6 +130,12 @@ class Sessions:
             raise ApiError(404, f"there is no sampler {sampler_id[:100]!r}", code="not_found")
         samplers[sampler_id] = sampler = samplers.pop(sampler_id)  # to the end, as the one used last
         return sampler
+
+    def paths(self, session_id: str) -> list[str]:
+        """Return the checkpoints of a session's samplers, least recently used first."""
+        session = self._sessions.get(session_id)
+        samplers = session.samplers.values() if session is not None else ()
+        return [sampler.model_path for sampler in samplers if sampler.model_path is not None]
 
     def _file(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.json"

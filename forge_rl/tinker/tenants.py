@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -21,6 +22,8 @@ KEY_PREFIX = "tml-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _LEAST_KEY = 20
 _BYTES_OF_TOKEN = 64
+_PASSES = ".passes"
+"""Key of the file of usage, and no tenant's name, for the last pass of each training that was counted."""
 _MOST_REQUESTS = 1 << 14
 """Maximum requests of a tenant that wait or run: each takes memory and a task, however few its tokens."""
 
@@ -46,6 +49,10 @@ class Tenants:
         self._in_flight: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._usage: dict[str, Counter[str]] = _read_usage(usage)
+        self._changed, self._written = asyncio.Event(), asyncio.Event()
+        self._written.set()
+        self._write_error: OSError | None = None
+        self._is_closed = False
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._tenants
@@ -79,7 +86,11 @@ class Tenants:
         current = self._in_flight[tenant]
         # Trying again would not help, as it does after a 429.
         if tokens > self._most_in_flight:
-            raise ApiError(400, f"a request of {tokens} tokens; a key may have {self._most_in_flight} in flight")
+            raise ApiError(
+                400,
+                f"a request of {tokens} tokens; a key may have {self._most_in_flight} in flight: send less at a time, "
+                "or set max_tokens of samples",
+            )
         problem = ""
         if current + tokens > self._most_in_flight:
             problem = f"{current} of at most {self._most_in_flight} tokens"
@@ -101,10 +112,59 @@ class Tenants:
             self._requests[tenant] -= 1
 
     def count(self, tenant: str, **counts: int) -> None:
-        """Add to a tenant's usage, and write it to disk."""
+        """Add to a tenant's usage."""
         self._usage.setdefault(tenant, Counter()).update(counts)
-        with contextlib.suppress(OSError):  # a full disk: counts stay in memory, and are written with the next ones
-            write_whole(self._usage_file, json.dumps(self._usage, indent=1).encode())
+        self._written.clear()
+        self._changed.set()
+
+    def count_pass(self, tenant: str, model_id: str, seq: int, **counts: int) -> None:
+        """Add a training's pass to its tenant's usage once, however often a failure has it computed again.
+
+        Args:
+            seq: sequence number of the pass, which grows from pass to pass.
+        """
+        passes = self._usage.setdefault(_PASSES, Counter())
+        # Written with the counts: after a kill, either both are on disk or neither is.
+        if seq > passes.get(model_id, -1):
+            passes[model_id] = seq
+            self.count(tenant, **counts)
+
+    def forget_passes(self, model_id: str) -> None:
+        """Forget which passes of a training were counted, once it has ended."""
+        self._usage.get(_PASSES, Counter()).pop(model_id, None)
+
+    async def keep_written(self) -> None:
+        """Write the usage to disk whenever it has changed, until `close`.
+
+        A disk may take long, and the event loop has other clients: changes meanwhile are written together.
+        """
+        is_last = False
+        while not is_last:
+            await self._changed.wait()
+            self._changed.clear()
+            is_last, text = self._is_closed, json.dumps(self._usage, indent=1)
+            try:
+                await asyncio.to_thread(write_whole, self._usage_file, text)
+                self._write_error = None
+            except OSError as error:  # a full disk: counts stay in memory, and are written with the next ones
+                self._write_error = error
+            if not self._changed.is_set():
+                self._written.set()
+
+    async def until_written(self) -> None:
+        """Wait until `keep_written` has written all counts.
+
+        Raises:
+            OSError: it cannot.
+        """
+        await self._written.wait()
+        if self._write_error is not None:
+            raise self._write_error
+
+    def close(self) -> None:
+        """Let `keep_written` end after a last write."""
+        self._is_closed = True
+        self._changed.set()
 
     def usage(self, tenant: str) -> dict[str, int]:
         """Return a tenant's usage by name of the count."""

@@ -25,8 +25,9 @@ class TinkerConfig:
     blocks DNS rebinding by web pages."""
     max_body_bytes: int = 16 << 20
     """Maximum bytes of a request's body; the client sends data in requests of at most 5 MB."""
-    max_concurrent: int = 256
-    """Maximum HTTP requests of a key at a time; further ones are refused with status 429."""
+    max_concurrent: int = 1024
+    """Maximum HTTP requests of a key at a time; further ones are refused with status 429. Each result that a client
+    waits for takes one. A sampling client sends at most a quarter of them at a time."""
     client_deadline_s: float = 60.0
     """Maximum time for a client to send its request, or to read data already sent to it."""
     max_adapters: int = 8

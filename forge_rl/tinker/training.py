@@ -48,6 +48,7 @@ class AdapterTrainer(Protocol):
     @property
     def alive(self) -> bool: ...
     async def restart(self, resume: Path | None, *, cause: str = "") -> None: ...
+    def forget_restarts(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ class Training:
     def add_poison(self, seq: int) -> None:
         """Mark a request as one that ends the trainer; the mark survives a restart of this process."""
         self.poison.add(seq)
-        write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
+        with contextlib.suppress(OSError):  # a full disk: until the restart, the mark is in memory
+            write_whole(self.folder / "poison.json", json.dumps(sorted(self.poison)))
 
     def request_id(self, seq: int) -> str:
         """Return the id by which its client asks for a request's result."""

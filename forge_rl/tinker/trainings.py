@@ -8,9 +8,11 @@ import json
 import shutil
 import warnings
 from collections import deque
+from collections.abc import Iterator
 
 from forge_rl.errors import CheckpointError, ForgeError, ModelError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway.errors import ApiError, to_api_error
+from forge_rl.system.folders import is_there
 from forge_rl.tinker.checkpoints import AdapterRecord, CheckpointStore
 from forge_rl.tinker.execution import MOST_AHEAD, RequestExecutor
 from forge_rl.tinker.futures import Promise, Promises
@@ -100,13 +102,12 @@ class Trainings:
         """
         for record in self._store.records():
             folder = self._store.folder(record.model_id)
-            if not (folder / "session").is_file():
-                self._forget(record.model_id)  # it has ended
-                continue
-            if record.tenant not in self._tenants:  # its key is gone: it takes no memory, and goes on if it comes back
-                continue
             try:
-                await self._take_up(Training(record, (folder / "session").read_text(), folder))
+                if not is_there(folder / "session"):
+                    self._forget(record.model_id)  # it has ended
+                # Without its key it takes no memory, and goes on if the key comes back.
+                elif record.tenant in self._tenants:
+                    await self._take_up(Training(record, (folder / "session").read_text(), folder))
             except (CheckpointError, ModelError, OSError, ValueError) as error:
                 warnings.warn(f"training {record.model_id} of {record.tenant} is left out: {error}", stacklevel=2)
                 with contextlib.suppress(ForgeError):
@@ -137,12 +138,11 @@ class Trainings:
             if entry.seq >= training.expected:
                 self._wait(training, entry)
 
-    def submit(self, training: Training, entry: JournalEntry, *, trained: int = 0, scored: int = 0) -> str:
+    def submit(self, training: Training, entry: JournalEntry, *, tokens: int = 0) -> str:
         """Accept a request; one with a seq that was accepted already is the same request, sent again.
 
         Args:
-            trained, scored: tokens of a pass with or without a gradient. They are added to the tenant's usage here, so
-                that computing them again after a failure does not count twice.
+            tokens: number of tokens of a pass.
 
         Returns:
             The request's id.
@@ -160,14 +160,30 @@ class Trainings:
             raise ApiError(400, "too many passes without optim_step", code="too_many_passes")
         with contextlib.ExitStack() as stack:
             tenant, size = training.record.tenant, len(entry.body)
-            stack.enter_context(self._tenants.in_flight(tenant, tokens=trained + scored, body_bytes=size))
+            stack.enter_context(self._tenants.in_flight(tenant, tokens=tokens, body_bytes=size))
             training.journal.append(entry)
             # In flight until the request is settled; if the journal cannot be written, the stack has released it.
             training.admitted[entry.seq] = stack.pop_all()
-        if trained or scored:
-            self._tenants.count(training.record.tenant, trained_tokens=trained, scored_tokens=scored)
         self._wait(training, entry)
         return request_id
+
+    @contextlib.contextmanager
+    def keeping_place(self, training: Training, seq: int) -> Iterator[None]:
+        """Give a request that the body refuses its place among its training's requests, where it fails.
+
+        Its client continues with the next number, which would otherwise wait for this one forever. A request refused
+        with status 429 is sent again.
+        """
+        try:
+            yield
+        except ApiError as error:
+            is_new = training.expected <= seq <= training.expected + MOST_AHEAD and seq not in training.waiting
+            # A client that is refused on and on must not fill the disk.
+            if is_new and error.status != 429 and training.journal.size <= 2 * _MOST_JOURNAL_BYTES:
+                entry = JournalEntry(seq=seq, kind="refused", body=error.message.encode(errors="replace"))
+                training.journal.append(entry)
+                self._wait(training, entry)
+            raise
 
     def end(self, training: Training, cause: ApiError | None = None) -> None:
         """End a training; its checkpoints stay.
@@ -177,7 +193,8 @@ class Trainings:
         """
         if self._trainings.pop(training.model_id, None) is None:
             return
-        (training.folder / "session").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # at worst, it is restored at the next start
+            (training.folder / "session").unlink()
         for stack in training.admitted.values():
             stack.close()
         for seq in training.waiting:
@@ -221,6 +238,7 @@ class Trainings:
             training = self._dropped.pop()
             with contextlib.suppress(ForgeError):  # its adapter may never have been opened, or its trainer is dead
                 await self._trainer.adapters.drop(training.model_id)
+            self._tenants.forget_passes(training.model_id)
             self._forget(training.model_id)
 
     def _forget(self, model_id: str) -> None:
@@ -228,7 +246,8 @@ class Trainings:
         folder = self._store.folder(model_id)
         for path in folder.glob("snapshot-*"):
             shutil.rmtree(path, ignore_errors=True)
-        (folder / "journal").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # at worst, it stays until the next start
+            (folder / "journal").unlink()
         self._store.forget_empty(model_id)
 
     async def _step(self, training: Training) -> None:
@@ -240,8 +259,10 @@ class Trainings:
         # `end` may fail the promise while the request runs, which ends the loop too.
         while not promise.done.is_set():
             while not self._trainer.alive:
-                with contextlib.suppress(ReplicaError):  # it died again while recovering
+                with contextlib.suppress(ReplicaError):  # it died again while it was restarted
                     await self._recover()
+            if promise.done.is_set():  # its training could not be restored
+                break
             try:
                 promise.keep(await self._executor.execute(training, entry))
             except Exception as error:
@@ -262,17 +283,26 @@ class Trainings:
 
     async def _settle(self, training: Training, entry: JournalEntry, promise: Promise) -> None:
         """Finish a request: advance its training to the next one, and write a snapshot if one is due."""
+        tenant, packed = training.record.tenant, training.packed_pass
+        if promise.result is not None and packed is not None and packed.seq == entry.seq:
+            tokens, is_trained = packed.packed.minibatch.tokens, packed.adapter_pass.backward
+            counts = {"trained_tokens": tokens * is_trained, "scored_tokens": tokens * (not is_trained)}
+            self._tenants.count_pass(tenant, training.model_id, entry.seq, **counts)
         training.attempts, training.packed_pass = 0, None
         training.waiting.pop(entry.seq, None)
         training.expected = entry.seq + 1
         if (stack := training.admitted.pop(entry.seq, None)) is not None:
             stack.close()
-        needs_snapshot = training.updates - training.snapshot_updates >= self._snapshot_updates
-        needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
-        # A snapshot holds no gradient, and waits for the step that uses it up.
-        if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
-            # The journal has all that this would have written.
-            with contextlib.suppress(OSError, CheckpointError, ServiceError):
+        # Without its adapter, a training could only fail, and would count against its key's limit.
+        if entry.seq == 0 and promise.result is None:
+            self.end(training)
+            return
+        with contextlib.suppress(OSError, ForgeError):  # the journal has all that a snapshot would have written
+            needs_snapshot = training.updates - training.snapshot_updates >= self._snapshot_updates
+            needs_snapshot |= entry.kind in ("load_weights", "create") or training.journal.size > _JOURNAL_BYTES
+            # A snapshot holds no gradient, and waits for the step that uses it up.
+            if needs_snapshot and self._trainer.alive and promise.result is not None and not training.has_gradient:
+                await self._tenants.until_written()  # passes that leave the journal are not counted any more
                 await self._executor.take_snapshot(training, entry.seq)
 
     async def _run_together(self, first: Training) -> bool:
@@ -326,7 +356,7 @@ class Trainings:
         return True
 
     async def _recover(self) -> None:
-        """Restart the trainer, and bring all adapters back to where they were.
+        """Restart the trainer, and bring all adapters back to where they were; if it dies meanwhile, it is left so.
 
         Raises:
             ForgeError: it cannot be restarted.
@@ -335,8 +365,11 @@ class Trainings:
         for training in list(self._trainings.values()):
             try:
                 await self._executor.replay(training)
-            except (ForgeError, OSError) as error:
+            except (ApiError, ForgeError, OSError) as error:
                 if not self._trainer.alive:
-                    raise
+                    return
                 # Its state cannot be read, for example from a broken disk; only its tenant is affected.
-                self.end(training, to_api_error(error) if isinstance(error, ForgeError) else ApiError(507, str(error)))
+                self.end(training, ApiError(507, str(error)) if isinstance(error, OSError) else to_api_error(error))
+        # Deaths add up to --trainer.max-restarts only if nothing works in between: over weeks there are more, and a
+        # tenant must not use them up.
+        self._trainer.forget_restarts()

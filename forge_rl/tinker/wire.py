@@ -93,7 +93,6 @@ class PassAddress:
     model_id: str
     seq_id: int
     tokens: int
-    forward_only: bool
 
 
 def read_address(body: bytes) -> PassAddress:
@@ -112,9 +111,7 @@ def read_address(body: bytes) -> PassAddress:
     if parts > _MOST_PARTS:
         raise ApiError(400, f"more than {_MOST_PARTS} data, chunks and values in a request", param="data")
     sizes = (len(chunk.encoded_text.tokens) // 4 for datum in message.data for chunk in datum.model_input)
-    return PassAddress(
-        model_id=message.model_id, seq_id=message.seq_id, tokens=sum(sizes), forward_only=message.forward_only
-    )
+    return PassAddress(model_id=message.model_id, seq_id=message.seq_id, tokens=sum(sizes))
 
 
 def read_pass(body: bytes, *, most_data: int) -> PassRequest:
