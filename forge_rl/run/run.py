@@ -173,8 +173,7 @@ class Run(Generic[C]):
             )
             # Their counts are saved with the controller's state, their weights in folders of the checkpoint: two
             # places, which a restore compares.
-            self.keep("adapters", self._adapters)
-            self._checkpointer.beside.append(self._adapters.save)
+            self._checkpointer.add_part("adapters", self._adapters)
         return self._adapters
 
     def adapter(self, name: str) -> RunAdapter:
