@@ -85,7 +85,7 @@ class Checkpoint:
                 manifest = json.loads((self.folder / MANIFEST).read_text())
                 _check_format(self.folder, manifest)
                 expected = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-            except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
             for name, (size, _) in expected.items():
                 if name not in files:
