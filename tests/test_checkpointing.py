@@ -121,11 +121,15 @@ class Unchanged:
 
     def __init__(self) -> None:
         self.changed = Listeners[[]]()
+        self.mixture = SimpleNamespace(state=dict, restore_sources=lambda state: None)
 
     def state(self) -> dict[str, object]:
         return UNCHANGED
 
     async def resume(self, state: object) -> None:
+        assert state == UNCHANGED
+
+    def roll_back(self, state: object) -> None:
         assert state == UNCHANGED
 
 
@@ -409,6 +413,7 @@ async def test_a_reset_restores_the_first_weights_under_a_new_version(
     entropy.update(0.5)
     parts.step(checkpointer)
     checkpointer._evaluator.start(1, 1)
+    checkpointer._first["mixture"] = {}
     await checkpointer.reset(3)
     assert parts.done == [
         "reset the rollouts with seed 3",

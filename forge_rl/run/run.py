@@ -473,7 +473,8 @@ class Run(Generic[C]):
             prompts: number of prompts to answer.
 
         Raises:
-            ConfigError: no step has been taken yet, or the weights have changed since they were published.
+            ConfigError: no step has been taken yet, the weights have changed since they were published, or no episode
+                of the last batch begins with a prompt.
         """
         if self.last_batch is None:
             raise ConfigError("no step has been taken yet", hint="take one first")
@@ -483,7 +484,7 @@ class Run(Generic[C]):
         """Run work for another task, such as `checkpoint`, once the body of `recovering` has ended; waits for it.
 
         Raises:
-            ForgeError: the work failed. The run continues unless a service failed.
+            Exception: the work failed. The run continues unless a service failed.
         """
         return await self._after_step.add(work)
 
@@ -526,7 +527,7 @@ class Run(Generic[C]):
 
         Raises:
             ConfigError: the run writes checkpoints, or was resumed from one.
-            TaskError: a source cannot begin again, such as a bare iterator.
+            TaskError: a source cannot begin again, such as a bare iterator; nothing has then changed.
         """
         if self.config.checkpoint_every:
             raise ConfigError(

@@ -16,7 +16,7 @@ from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.kept import KeptObjects
 from forge_rl.run.checkpoints.parts import RunParts, StepState, TrainedPart
-from forge_rl.run.live.settings import is_live_state
+from forge_rl.run.live.knobs import is_live_state
 from forge_rl.run.lora_settings import checkpoint_bytes
 from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.run.records.model_card import write_card
@@ -329,9 +329,11 @@ class Checkpointer:
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except trainer and critic to the checkpoint's step."""
-        state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
+        state: dict[str, Any] = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
         # Live changes made since the checkpoint stay: the user has not taken them back.
         await self._batches.restore(_with_changes(state["rollouts"], self._live.state()))
+        if checkpoint is not None:
+            self._live.roll_back(state["live"])
         self.kept.restore(state.get("kept", {}))
         if self._services.rollout is not None:
             # The restarted trainer publishes its version again: the store forgets that one and all later ones.
@@ -347,13 +349,14 @@ class Checkpointer:
 
         Raises:
             ConfigError: there are checkpoints, which would be of steps that the run has not taken.
-            TaskError: a source cannot begin again.
+            TaskError: a source cannot begin again; nothing has then changed.
         """
         if self._saving is not None or self.saved is not None:
             raise ConfigError(
                 f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
                 hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
             )
+        self._check_sources()
         self.rolling_back = True
         await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
         self._first = self._batches.state()
@@ -366,6 +369,21 @@ class Checkpointer:
         await self.publish()
         self._note()
         self.rolling_back = False
+
+    def _check_sources(self) -> None:
+        """Check that each source can return to its first position, and leave it there.
+
+        Raises:
+            TaskError: one cannot; all are then where they were.
+        """
+        mixture, first_position = self._live.mixture, self._first["mixture"]
+        assert isinstance(first_position, Mapping), "the state of batches holds the mixture's"
+        position = mixture.state()
+        try:
+            mixture.restore_sources(first_position)
+        except BaseException:
+            mixture.restore_sources(position)
+            raise
 
     def mark_best(self) -> None:
         """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.
