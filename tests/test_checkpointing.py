@@ -20,6 +20,7 @@ from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.parts import RunParts
 from forge_rl.run.evaluation.evaluator import Evaluator, RolloutEvaluations
+from forge_rl.run.records.monitor import RunEnd
 from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.run.start.ending import Ending
 from forge_rl.system.listeners import Listeners
@@ -613,3 +614,19 @@ async def test_a_stop_within_the_step_of_adapters_saves_no_part_of_it(tmp_path: 
     await successor.resume(saved)
     successor.add_part("adapters", resumed_adapters)
     assert (resumed_adapters.updates, successor.trained) == (4, [])
+
+
+async def test_a_body_that_ends_before_the_last_step_is_saved(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    ends: list[RunEnd] = []
+    monitor = SimpleNamespace(
+        log=SimpleNamespace(event=parts.done.append), summarise=lambda end, show: ends.append(end), folder=tmp_path
+    )
+    run = Stopped(checkpointer)
+    parts.step(checkpointer)
+    await Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, monitor)).finish()
+    assert checkpointer.saved == 1
+    assert [(end.outcome, end.step, end.checkpoint) for end in ends] == [
+        ("stopped", 1, checkpointer.checkpoints.of_step(1))
+    ]

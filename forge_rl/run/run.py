@@ -71,7 +71,7 @@ class Run(Generic[C]):
         self.last_batch: Batch | None = None
         """The last step's batch, for inspection."""
         self.close = close
-        """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        """Closes a run that was opened with `open`: saves its steps, stops the services and flushes the logs."""
         # Recorded episodes show the trainer's logprobs and entropies, which ranks send only on request.
         self.trainer.keeps_logprobs = config.recording.share > 0
         self._services = parts.services

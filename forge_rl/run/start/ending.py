@@ -22,10 +22,10 @@ class Ending:
         self._monitor = monitor
 
     async def finish(self) -> None:
-        """Complete a run at the end of its body: its summary and, after its last step, its pending evaluation and
-        checkpoint."""
+        """Complete a run at the end of its body: its checkpoint, its summary and, after its last step, its pending
+        evaluation. A body that ends before the last step stops the run."""
         if self._run.step < self._run.config.steps:
-            self._summarise("stopped")
+            await self.stop()
             return
         await self._run.finish_evaluation()
         await self._checkpointer.finish_save()
