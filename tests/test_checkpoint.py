@@ -92,6 +92,30 @@ def test_an_unfinished_best_link_of_a_dead_run_does_no_harm(tmp_path: Path) -> N
         checkpoints.mark_best({1: 0.5})
 
 
+def test_the_best_of_a_folder_copied_without_links_is_a_link_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", keep=1)
+    write(checkpoints, 1)
+    checkpoints.mark_best({1: 0.5})
+    write(checkpoints, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # follows links, as cp -rL and scp -r do
+    assert not (tmp_path / "copy" / "best").is_symlink()
+    copied = Checkpoints(tmp_path / "copy", keep=1)
+    best = copied.best()
+    assert best is not None
+    assert best.step == 1
+    write(copied, 3)
+    assert [path.name for path in sorted((tmp_path / "copy").iterdir())] == ["best", "step-000001", "step-000003"]
+    copied.mark_best({3: 0.7})
+    assert (tmp_path / "copy" / "best" / "model" / "weights").read_text() == "3"
+
+    (tmp_path / "run" / "best").unlink()
+    (tmp_path / "run" / "best").mkdir()
+    (tmp_path / "run" / "best" / "manifest.json").write_text("of something else")
+    with pytest.raises(CheckpointError, match="move it away if it is not a link"):
+        Checkpoints(tmp_path / "run", keep=1).mark_best({1: 0.5})
+    assert (tmp_path / "run" / "best" / "manifest.json").read_text() == "of something else"
+
+
 def test_a_step_can_be_written_again(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 1)

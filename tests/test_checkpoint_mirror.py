@@ -14,6 +14,7 @@ import pytest
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.run.checkpoints.mirror import CheckpointMirror, MirrorTask
+from forge_rl.run.records.started_from import read_records
 from forge_rl.run.start.preparation import prepare
 from tests.conftest import edited
 from tests.s3 import S3
@@ -81,6 +82,10 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "longer": (lambda folder: (folder / "model/weights").write_text("x" * 99), "99 bytes"),
     "no manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "malformed"),
     "empty": (lambda folder: (folder / "manifest.json").write_text("{}"), "malformed"),
+    "endless": (
+        lambda folder: (folder / "manifest.json").write_text('{"files": {"model/weights": [Infinity, ""]}}'),
+        "malformed",
+    ),
     "outside": (lambda folder: name_file(folder, "../../../stolen"), "none of a checkpoint's"),
     "absolute": (lambda folder: name_file(folder, "/etc/passwd"), "none of a checkpoint's"),
     "escape": (lambda folder: name_file(folder, "\x1b[2J"), r"\\x1b\[2J is missing"),
@@ -123,6 +128,70 @@ def test_another_runs_copy_is_refused_and_an_unknown_address_too(tmp_path: Path)
     assert not list((tmp_path / "fresh").iterdir())
     with pytest.raises(CheckpointError, match="fsspec cannot open"):
         CheckpointMirror("nosuch://x")
+
+
+def test_older_copies_of_another_run_are_refused_too(tmp_path: Path) -> None:
+    CheckpointMirror(str(tmp_path / "elsewhere")).copy(run_folder(tmp_path / "run", 1))
+    run_folder(tmp_path / "other", 5)
+
+    def refuse(staged: Path) -> list[str]:
+        raise ConfigError("another run")
+
+    mirror = CheckpointMirror(str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="another run"):
+        mirror.restore(tmp_path / "other", check_settings=refuse, tell=print, progress=lambda *_: None)
+    assert not (tmp_path / "other" / ".restored").exists()
+
+
+def test_of_two_runs_with_one_address_the_first_to_copy_has_it(address: str, tmp_path: Path) -> None:
+    first, second = CheckpointMirror(address), CheckpointMirror(address)
+    ours, theirs = run_folder(tmp_path / "first", 1), run_folder(tmp_path / "second", 7)
+    (tmp_path / "second" / "config.json").write_text('{"lr": 2}')
+    for mirror, folder in ((first, "first"), (second, "second")):
+        mirror.restore(tmp_path / folder, check_settings=lambda _: [], tell=print, progress=lambda *_: None)
+    assert first.copy(ours) > 0
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"another run copies there, \w+ process \d+ on .*an address of its own"
+        ):
+            second.copy(theirs)
+    assert first._folders() == {"step-000001"}
+    assert json.loads(first._files.read("config.json", 100)) == {"lr": 1}
+
+
+def test_a_run_that_starts_after_the_last_copy_takes_the_address_over(tmp_path: Path) -> None:
+    address = str(tmp_path / "elsewhere")
+    lost, ours = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
+    lost.copy(ours)
+    later = CheckpointMirror(address)
+    assert restored(later, tmp_path / "later")[0] == [1]
+    assert later.copy(run_folder(tmp_path / "later", 2)) > 0
+    write(ours, 3)
+    with pytest.raises(CheckpointError, match="another run copies there"):
+        lost.copy(ours)
+    assert restored(CheckpointMirror(address), tmp_path / "fresh")[0] == [2]
+
+
+def test_the_record_of_models_comes_back_with_the_checkpoints(address: str, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
+    record = {"--model": {"name": "org/name", "folder": "/cache/snapshots/1", "files": {"config.json": "1"}}}
+    (tmp_path / "run" / "models.json").write_text(json.dumps(record))
+    mirror.copy(checkpoints)
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "models.json").write_text("{}")  # of the model that the command leads to now
+    staged_names: list[str] = []
+
+    def check(staged: Path) -> list[str]:
+        staged_names.extend(sorted(path.name for path in staged.iterdir()))
+        return []
+
+    mirror.restore(tmp_path / "fresh", check_settings=check, tell=print, progress=lambda *_: None)
+    assert staged_names == ["checkpoints", "config.json", "models.json", "versions.json"]
+    assert read_records(tmp_path / "fresh")["--model"].folder == "/cache/snapshots/1"
+    run_folder(tmp_path / "newer", 2)
+    (tmp_path / "newer" / "models.json").write_text("{}")
+    mirror.restore(tmp_path / "newer", check_settings=check, tell=print, progress=lambda *_: None)
+    assert read_records(tmp_path / "newer") == {}, "its own, as nothing was brought"
 
 
 def test_what_cannot_be_copied_is_told_and_copied_with_the_next(tmp_path: Path) -> None:
@@ -211,7 +280,7 @@ def test_what_a_killed_run_left_half_written_is_not_restored_and_goes(address: s
     mirror.copy(checkpoints)
     files.invalidate_cache()
     assert {path.rpartition("/")[2] for path in files.ls(root, detail=False)} == {
-        *("config.json", "versions.json"),
+        *("config.json", "versions.json", "writer"),
         "step-000001",
     }
 

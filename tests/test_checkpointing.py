@@ -20,6 +20,7 @@ from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.parts import RunParts
 from forge_rl.run.evaluation.evaluator import Evaluator, RolloutEvaluations
+from forge_rl.run.records.monitor import RunEnd
 from forge_rl.run.service_set import RolloutServices, Services
 from forge_rl.run.start.ending import Ending
 from forge_rl.system.listeners import Listeners
@@ -121,11 +122,15 @@ class Unchanged:
 
     def __init__(self) -> None:
         self.changed = Listeners[[]]()
+        self.mixture = SimpleNamespace(state=dict, restore_sources=lambda state: None)
 
     def state(self) -> dict[str, object]:
         return UNCHANGED
 
     async def resume(self, state: object) -> None:
+        assert state == UNCHANGED
+
+    def roll_back(self, state: object) -> None:
         assert state == UNCHANGED
 
 
@@ -409,6 +414,7 @@ async def test_a_reset_restores_the_first_weights_under_a_new_version(
     entropy.update(0.5)
     parts.step(checkpointer)
     checkpointer._evaluator.start(1, 1)
+    checkpointer._first["mixture"] = {}
     await checkpointer.reset(3)
     assert parts.done == [
         "reset the rollouts with seed 3",
@@ -539,3 +545,88 @@ async def test_a_rollback_drops_unfinished_checkpoints(tmp_path: Path) -> None:
     await save(checkpointer)
     assert [each.step for each in checkpointer.checkpoints.all()] == [1, 2]
     assert all(each.damage() == "" for each in checkpointer.checkpoints.all())
+
+
+class Stopped:
+    """What a stop needs of a run."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self.config = SimpleNamespace(steps=10, checkpoint_every=10)
+        self.batches, self.scores = SimpleNamespace(last=None), dict[int, float]()
+
+    @property
+    def step(self) -> int:
+        return self._checkpointer.step
+
+    def log(self, stats: Any, batch: Any = None, packed: Any = None) -> dict[str, Any]:
+        self._checkpointer.end_step()
+        return {}
+
+
+class Adapters:
+    """Parts of a run with updates of their own, of which the trainer knows nothing."""
+
+    def __init__(self) -> None:
+        self.updates, self.stepping = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.updates = state["updates"]
+
+    async def save(self, folder: Path) -> None:
+        (folder / "adapters").write_text(str(self.updates))
+
+
+async def test_a_stop_within_the_step_of_adapters_saves_no_part_of_it(tmp_path: Path) -> None:
+    parts, adapters, events = Parts(), Adapters(), list[str]()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    checkpointer.add_part("adapters", adapters)
+    log = SimpleNamespace(event=events.append)
+    run = Stopped(checkpointer)
+    ending = Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, SimpleNamespace(log=log)))
+    adapters.updates += 2
+    checkpointer.end_step()
+    await save(checkpointer)
+    for updates in (2, 3):  # as when one of two adapters has taken its update, and only the trainer knows of it yet
+        adapters.stepping, adapters.updates = True, updates
+        with pytest.raises(ConfigError, match="within step 2, after updates of the adapters"):
+            await checkpointer.begin_save()
+        await ending.save()
+        assert events.pop() == (
+            "step 2 is not saved, as the adapters took only a part of the updates in it; the same command resumes from "
+            "step 1"
+        )
+    assert (run.step, checkpointer.saved) == (1, 1)
+
+    # Stopped after the last update, before the end of the step.
+    adapters.stepping, adapters.updates = False, 4
+    await ending.save()
+    saved = checkpointer.checkpoints.latest()
+    assert saved is not None
+    assert saved.step == 2
+    assert (saved.folder / "adapters").read_text() == "4"
+    assert saved.controller_state()["kept"] == {"adapters": {"updates": 4}}
+
+    successor, resumed_adapters = checkpointer_of(Parts(), tmp_path), Adapters()
+    await successor.resume(saved)
+    successor.add_part("adapters", resumed_adapters)
+    assert (resumed_adapters.updates, successor.trained) == (4, [])
+
+
+async def test_a_body_that_ends_before_the_last_step_is_saved(tmp_path: Path) -> None:
+    parts = Parts()
+    checkpointer = checkpointer_of(parts, tmp_path)
+    ends: list[RunEnd] = []
+    monitor = SimpleNamespace(
+        log=SimpleNamespace(event=parts.done.append), summarise=lambda end, show: ends.append(end), folder=tmp_path
+    )
+    run = Stopped(checkpointer)
+    parts.step(checkpointer)
+    await Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, monitor)).finish()
+    assert checkpointer.saved == 1
+    assert [(end.outcome, end.step, end.checkpoint) for end in ends] == [
+        ("stopped", 1, checkpointer.checkpoints.of_step(1))
+    ]

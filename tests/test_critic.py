@@ -15,7 +15,6 @@ from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.packing.pack import pack
 from forge_rl.packing.rows import Layout, PackedBatch
 from forge_rl.packing.unpacking import values_of_episodes
-from forge_rl.run.checkpoints.checkpointing import Checkpointer
 from forge_rl.run.plan.defaults import check_critic
 from forge_rl.run.plan.memory import check_state_fits, plan_run
 from forge_rl.run.run_models import RunModels
@@ -25,7 +24,7 @@ from forge_rl.types import Batch
 from recipes.ppo import Config
 from tests.commands import Command, actor_of, metrics, tiny_run
 from tests.fakes import make_model, random_batch
-from tests.test_checkpointing import Parts, checkpointer_of, save
+from tests.test_checkpointing import Parts, Stopped, checkpointer_of, save
 
 
 def numbered(batch: Batch) -> tuple[PackedBatch, list[torch.Tensor], list[np.ndarray]]:
@@ -98,22 +97,6 @@ async def test_a_rollback_restores_the_critic_with_the_policy(tmp_path: Path) ->
     critic.updates = 2
     with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
         await again.resume(saved)
-
-
-class Stopped:
-    """What a stop needs of a run."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer = checkpointer
-        self.config, self.batches = Config(), SimpleNamespace(last=None)
-
-    @property
-    def step(self) -> int:
-        return self._checkpointer.step
-
-    def log(self, stats: Any, batch: Any = None, packed: Any = None) -> dict[str, Any]:
-        self._checkpointer.end_step()
-        return {}
 
 
 async def test_a_stop_between_policy_and_critic_saves_no_half_step(tmp_path: Path) -> None:

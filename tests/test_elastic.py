@@ -17,8 +17,8 @@ import pytest
 
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ReplicaError
-from forge_rl.run.live.knobs import Knob
-from forge_rl.run.live.settings import is_live_state, replicas_knob
+from forge_rl.run.live.knobs import Knob, is_live_state
+from forge_rl.run.live.settings import replicas_knob
 from forge_rl.run.start.elastic import ElasticHosts
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults

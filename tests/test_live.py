@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
+import signal
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
-from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.data.sources import Source
+from forge_rl.data.sources.iterable import IterableSource
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError, TaskError
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.checkpoints.checkpointing import Checkpointer
@@ -23,10 +29,15 @@ from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.parts import RunParts
 from forge_rl.run.evaluation.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import settings as live_module
-from forge_rl.run.live.settings import LiveSettings, changes_by, is_live_state, replicas_knob
+from forge_rl.run.live.attach import AttachedRun
+from forge_rl.run.live.control import Control
+from forge_rl.run.live.control_server import serving_control
+from forge_rl.run.live.knobs import is_live_state
+from forge_rl.run.live.settings import LiveSettings, changes_by, replicas_knob
 from forge_rl.run.service_set import Services
 from forge_rl.system.listeners import Listeners
-from tests.staged_rollouts import rollouts, run_until_idle
+from forge_rl.types import Task
+from tests.staged_rollouts import CountingSource, rollouts, run_until_idle
 from tests.test_mixture import Counting
 
 
@@ -77,14 +88,15 @@ class Live:
         step: int = 0,
         weights: dict[str, float] | None = None,
         lr: float = 3e-5,
+        sources: Mapping[str, Source] | None = None,
         **schedule: Any,
     ) -> None:
         self.folder = folder
-        self.mixture = Mixture({name: Counting(name) for name in "ab"}, weights)
+        self.mixture = Mixture(sources or {name: Counting(name) for name in "ab"}, weights)
         self.rollouts = rollouts(mixture=self.mixture, schedule=ScheduleConfig(**schedule))
         self.reward = FakeReward(reward)
         self.events: list[str] = []
-        trainer: Any = SimpleNamespace(updates=0, lr=lr)
+        trainer: Any = SimpleNamespace(updates=0, version=0, lr=lr)
         self.trainer = trainer
         reward_service = cast(Any, self.reward)
         self.settings = LiveSettings(self.rollouts, self.mixture, adapting, reward_service, trainer, self.events.append)
@@ -219,12 +231,113 @@ def test_adapting_that_was_set_live_holds_and_flags_that_change_win(tmp_path: Pa
     assert other.mixture["a"] == 0.5, "set by hand no more"
 
 
+def test_flags_changed_on_resuming_hold_after_a_rollback_to_a_checkpoint_of_before(tmp_path: Path):
+    live = Live(tmp_path)
+    checkpoint = live.checkpoint()
+
+    def rolled_back(again: Live) -> Live:
+        asyncio.run(again.checkpointer._follow(checkpoint))
+        return again
+
+    adapting = rolled_back(live.continued(live, adapting=Adapting(adapt="success", most=0.8)))
+    assert adapting.mixture.adapting.most == 0.8
+    reweighted = rolled_back(live.continued(live, weights={"a": 0, "b": 9}))
+    assert (reweighted.mixture["a"], reweighted.mixture["b"]) == (0, 9)
+    assert not reweighted.settings.state()["mixture"]["changes"]
+    changed = live.continued(live, weights={"a": 0, "b": 9})
+    changed.mixture["a"] = 4
+    assert rolled_back(changed).mixture["a"] == 4
+
+
 def test_a_reward_typed_at_a_prompt_is_not_restored_with_a_warning(tmp_path: Path):
     live = Live(tmp_path)
     asyncio.run(live.reward.replace(lambda task, text: 1.0))
     again = live.continued(live)
     assert again.reward.function == Flagged()
     assert "set it again" in again.events[-1]
+
+
+def test_a_reward_that_is_gone_is_named_as_a_live_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    live = Live(tmp_path)
+    live.replace_reward("7")
+
+    def refuse(texts: Sequence[str]) -> object:
+        raise ConfigError(f"no such file: {texts[0]}")
+
+    monkeypatch.setattr(live_module, "build_reward", refuse)
+    with pytest.raises(
+        ConfigError, match="was replaced live by 7, which cannot be built again: no such file: 7"
+    ) as caught:
+        live.continued(live)
+    assert "another --reward" in caught.value.hint
+    assert live.continued(live, reward=Flagged(2.0)).reward.function == Flagged(2.0)
+
+
+def test_numbers_of_numpy_are_taken_and_written_as_json_has_them(tmp_path: Path):
+    live = Live(tmp_path)
+    live.settings.optimizer.put({"lr": np.float32(0.0625)})
+    live.schedule.max_lag = cast(Any, np.int64(2))
+    assert (live.trainer.lr, live.rollouts.config.max_lag) == (0.0625, 2)
+    assert [type(live.trainer.lr), type(live.rollouts.config.max_lag)] == [float, int]
+    changes = json.loads((tmp_path / "live.json").read_text())["live"]
+    assert (changes["optimizer"]["changes"], changes["schedule"]["changes"]) == ({"lr": 0.0625}, {"max_lag": 2})
+    for value in (np.float64(2), np.bool_(True), np.float64("nan")):
+        with pytest.raises(ConfigError, match="schedule max_lag is set to"):
+            live.schedule.max_lag = cast(Any, value)
+
+
+async def test_an_attached_client_sets_several_weights_together_or_none(tmp_path: Path):
+    live = Live(tmp_path, weights={"a": 1.0, "b": 0.0})
+
+    class Knobs:
+        async def set(self, knob: str, values: dict[str, Any]) -> None:
+            await live.settings.write(knob, values)
+
+        async def status(self) -> dict[str, object]:
+            return live.settings.read()
+
+    (tmp_path / "config.json").touch()
+    async with serving_control(tmp_path, Knobs(), live.events.append):
+        mixture = AttachedRun(tmp_path).mixture
+        await asyncio.to_thread(mixture.update, {"a": 0, "b": np.float32(0.5)})
+        assert await asyncio.to_thread(dict, mixture) == {"a": 0, "b": 0.5}
+        with pytest.raises(ForgeError, match="from 0 to"):
+            await asyncio.to_thread(mixture.update, {"a": 2, "b": -1})
+        assert dict(live.mixture.state()["weights"]) == {"a": 0, "b": 0.5}  # type: ignore[call-overload]
+        with pytest.raises(ConfigError, match=r"Path.* cannot be sent to a run"):
+            await asyncio.to_thread(mixture.update, {"a": cast(Any, tmp_path)})
+
+
+async def test_a_second_request_to_stop_now_does_not_cut_off_what_the_first_saves(monkeypatch: pytest.MonkeyPatch):
+    control, signals, signalled = Control(*cast(Any, [None] * 4)), list[int](), asyncio.Event()
+
+    def kill(_: int, number: int) -> None:
+        signals.append(number)
+        signalled.set()
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(signal, "getsignal", lambda _: print)
+    await control.stop(now=True)
+    with pytest.raises(ConfigError, match="the run is ending already"):
+        await control.stop(now=True)
+    await signalled.wait()
+    assert signals == [signal.SIGTERM]
+
+
+async def test_a_reset_that_a_source_refuses_changes_nothing(tmp_path: Path):
+    tasks = (
+        Task(id=str(number), source="b", messages=({"role": "user", "content": str(number)},)) for number in range(99)
+    )
+    live = Live(tmp_path, sources={"a": CountingSource("a"), "b": IterableSource("b", tasks, held_out_share=0.0)})
+    await live.rollouts.next_batch()
+    before, rolled_out = live.mixture.state(), repr(live.rollouts)
+    with pytest.raises(TaskError, match=r"the iterator of 'b' is at item .* and cannot go back to 0"):
+        await live.checkpointer.reset(3)
+    assert not live.checkpointer.rolling_back
+    assert (live.mixture.state(), repr(live.rollouts)) == (before, rolled_out)
+    drawn = live.mixture.draw_from("a"), live.mixture.draw_from("b")
+    assert [int(task.id) for task in drawn] == [before["sources"]["a"]["drawn"] + 1, before["sources"]["b"]["index"]]  # type: ignore[index]
+    await live.rollouts.close()
 
 
 def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):

@@ -12,6 +12,7 @@ import pytest
 from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError
+from forge_rl.flags.given import giving
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
 from forge_rl.run.plan.placing import PlacedServices, place
 from forge_rl.run.run_config import RunConfig
@@ -113,6 +114,13 @@ def test_settings_with_the_controllers_default_get_the_hosts():
     assert (given.trainer.seq_len, given.generator.gpu_memory_utilization) == (1024, 0.4)
     assert (there.trainer.seq_len, there.generator.gpu_memory_utilization) == (0, 0)
     assert there.generator.max_num_seqs == 8
+    # A default of the controller that the user has named stays.
+    with giving(["trainer.seq_len", "generator.max_num_seqs"]):
+        named = RunConfig()
+    with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
+        there = found.adapted(named)
+    assert (there.trainer.seq_len, there.generator.max_num_seqs) == (1024, 64)
+    assert there.generator.gpu_memory_utilization == 0
 
 
 def cluster_without(*lost: str) -> Cluster:

@@ -197,6 +197,8 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--evaluation.every 0 --evaluation.tasks 0", ""),
         ("grpo", "--job process:2 --generator.max-replicas 4", ""),
         ("grpo", "--job process:2,most_replaced=1 --trainer.wait-for-host-s 5", ""),
+        ("grpo", "--job process:2 --generator.enforce-eager", "as engines would run on CPU"),
+        ("grpo", "--job slurm:nodes=1 --generator.enforce-eager --generator.gpu-memory-utilization 0.6", ""),
         ("grpo", "--lora.rank 4 --lora.alpha 64", ""),
         ("grpo", "--generator.max-loras 2 --generator.max-lora-rank 32", ""),
         ("distill", "--teachers.models policy", ""),

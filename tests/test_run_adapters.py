@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,8 +157,33 @@ async def test_a_failure_of_one_adapter_leaves_the_others_as_alone_and_a_restart
         with pytest.raises(CheckpointError, match="holds 3 updates of adapter 'a', but a state of 4"):
             await beside.restore()
 
-        # Rows in common: the same within rounding.
+        # A step that was interrupted between its pass and its update leaves nothing to the next one.
         checkpoints.clear()
+        await trainer.adapters.drop("a")
+        interrupted, _, _ = await opened("a")
+        reached = asyncio.Event()
+
+        async def hang(*_: object) -> None:
+            reached.set()
+            await asyncio.sleep(3600)
+
+        # Before its pass has ended, nothing is lost by saving the steps before it.
+        for call, is_stepping in (("run", False), ("step", True)):
+            reached.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(trainer.adapters, call, hang)
+                stepping = asyncio.create_task(interrupted.step({"a": batch(77)}, LOSS))
+                await reached.wait()
+                stepping.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await stepping
+            assert (interrupted.stepping, interrupted.updates) == (is_stepping, 0)
+        await trained(interrupted, "a")
+        assert (interrupted.stepping, interrupted.updates) == (False, STEPS)
+        trained_files = of("a", await saved(interrupted, tmp_path / "interrupted"))
+        assert all(torch.equal(trained_files[key], expected[key]) for key in expected)
+
+        # Rows in common: the same within rounding.
         await trainer.adapters.drop("a")
         mixed, _, _ = await opened("a", "b")
         counts: list[int] = []

@@ -24,8 +24,11 @@ from forge_rl.flags.fields import flags_of
 from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.run.records import run_dir
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_models import RunModels
 from forge_rl.run.start.checks import check_disk
 from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.services.trainer_config import CriticConfig
 from recipes import grpo
 
 
@@ -330,10 +333,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         choose_folder(Config(), "grpo", tmp_path)
 
 
-def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_share_a_folder_nor_two_runs_of_one(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
-    with pytest.raises(CheckpointError, match=f"another process runs in .*: process {os.getpid()} on "):
+    with pytest.raises(CheckpointError, match=r"this process has a run in .* already") as caught:
         prepare_folder(tmp_path / "run", Config())
+    assert caught.value.hint == "close it first: await run.close()"
+    (tmp_path / "run" / ".lock").write_text("process 7 on otherhost\n")
+    with pytest.raises(CheckpointError, match=r"another process runs in .*: process 7 on otherhost"):
+        prepare_folder(tmp_path / "run", Config())
+
+
+def test_a_home_in_a_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = RunConfig(out=Path("~/run"), cache=Path("~/cache"))
+    assert (config.out, config.cache) == (tmp_path / "run", tmp_path / "cache")
+    assert RunConfig(out=Path("runs/~")).out == Path("runs/~")
 
 
 def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -363,9 +377,9 @@ def test_a_resumed_run_needs_space_only_for_checkpoints_that_it_lacks(
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     prepared: Any = SimpleNamespace(folder=tmp_path, checkpoints=checkpoints)
 
-    def check(free: int) -> None:
+    def check(free: int, critic: CriticConfig | None = None) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        check_disk(config, prepared, tmp_path)
+        check_disk(config, prepared, RunModels(policy=tmp_path, critic=critic))
 
     checkpoint_bytes = 7 * stored_bytes(tmp_path)
     # Two that are kept, the best, and one that is being written: the last needs room even if more were kept before.
@@ -375,6 +389,9 @@ def test_a_resumed_run_needs_space_only_for_checkpoints_that_it_lacks(
         check(missing * checkpoint_bytes)
         with pytest.raises(CheckpointError, match="still has to write"):
             check(missing * checkpoint_bytes - 1)
+    check(2 * checkpoint_bytes, CriticConfig())
+    with pytest.raises(CheckpointError, match="still has to write"):  # a critic's state is as large as the policy's
+        check(2 * checkpoint_bytes - 1, CriticConfig())
 
 
 def test_the_versions_name_packages_python_and_commit() -> None:

@@ -217,9 +217,35 @@ def test_a_failed_start_stops_the_others_and_frees_the_folder(
     with pytest.raises(ServiceError, match="no room"):
         asyncio.run(check())
     assert sorted(stopped) == sorted({*NAMES} - {"weights"})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["outcome"], summary["cause"], summary["steps"]) == ("failed", "weights: no room", 0)
     instead.clear()
     with pytest.raises(AssertionError, match="it started"):
         asyncio.run(check())
+
+
+def test_a_start_that_fails_leaves_the_run_what_it_was(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    async def run_for(steps: int, **changes: Any) -> None:
+        async with start(replace(config_of(tmp_path), steps=steps, **changes)) as run:
+            run._checkpointer.step = steps
+
+    asyncio.run(run_for(1))
+    names = ("config.json", "versions.json", "models.json", "summary.json")
+    before = {name: (tmp_path / name).read_bytes() for name in names if (tmp_path / name).exists()}
+    assert json.loads(before["summary.json"])["outcome"] == "finished"
+    staged[1]["weights"] = fail
+    for steps, changes in ((2, {}), (2, {"group_size": 4, "force_continue": True})):
+        with pytest.raises(ServiceError, match="no room"):
+            asyncio.run(run_for(steps, **changes))
+        assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    staged[1].clear()
+    with pytest.raises(ConfigError, match="--prometheus cannot listen"):
+        asyncio.run(run_for(2, prometheus="203.0.113.7:0"))
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    asyncio.run(run_for(2))
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
 
 
 async def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
@@ -272,6 +298,7 @@ async def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert "a second signal stops immediately" in events(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "stopped"
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -136,6 +137,10 @@ class RunAdapters:
         """Adapters that the trainer's ranks have."""
         # A larger number later means that the ranks were restarted, without adapters.
         self._loads = trainer.loads
+        self.stepping = False
+        """True from the first update of a step to the last, and after a step that was interrupted between them."""
+        self._holds_gradients = False
+        """Whether the trainer may hold gradients, as after a step that was interrupted."""
         # Whether rows of several adapters are computed together; cleared once the model turns out not to allow it.
         self._mixes = config.trainer.ranks == 1
 
@@ -146,6 +151,11 @@ class RunAdapters:
                 hint="open it before the first step: await run.adapters.open(...)",
             )
         return self._adapters[name]
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of all adapters together."""
+        return sum(adapter.updates for adapter in self._adapters.values())
 
     async def open(self, *names: str) -> None:
         """Open adapters, with first values from the run's seed or, in a resumed run, as its checkpoint has them.
@@ -176,6 +186,7 @@ class RunAdapters:
             await self._trainer.adapters.drop(name)
             self._held.discard(name)
         await self._load(list(self._adapters))
+        self.stepping = self._holds_gradients = False
 
     async def _load(self, names: Sequence[str]) -> None:
         """Open adapters that the trainer lacks, load what the last checkpoint has of them, and publish them."""
@@ -221,6 +232,9 @@ class RunAdapters:
         Raises:
             ForgeError: no adapter is left to train.
         """
+        if self._holds_gradients:
+            await self._settle()
+        self._holds_gradients = True
         updates: dict[str, list[dict[str, float]]] = {name: [] for name in batches}
         passes_of = []
         for name, packed in batches.items():
@@ -236,7 +250,9 @@ class RunAdapters:
         # rows can share a pass.
         for turn in zip_longest(*passes_of):
             passes = [part for part in turn if part and part.minibatch.rows and not self[part.name].failure]
-            for adapter_pass, result in zip(passes, await self._run(passes, mix_rows), strict=True):
+            results = await self._run(passes, mix_rows)
+            self.stepping = True
+            for adapter_pass, result in zip(passes, results, strict=True):
                 adapter = self[adapter_pass.name]
                 metrics = result if isinstance(result, ForgeError) else await self._update(adapter, result)
                 if isinstance(metrics, ForgeError):
@@ -244,6 +260,7 @@ class RunAdapters:
                 else:
                     adapter.skipped = 0
                     updates[adapter.name].append(metrics)
+        self.stepping = self._holds_gradients = False
         failures = [self[name].failure for name in batches]
         if failures and all(failures):
             raise ForgeError(
@@ -252,6 +269,20 @@ class RunAdapters:
             )
         self._leave_out_failed()
         return self._metrics(updates)
+
+    async def _settle(self) -> None:
+        """Drop the gradients that an interrupted step has left in the trainer, and adopt the updates that it took."""
+        for adapter in self._adapters.values():
+            # Loading an adapter drops its gradients; its files are exact.
+            with self._scratch() as folder:
+                await self._trainer.adapters.save(adapter.name, folder)
+                adapter.updates = await self._trainer.adapters.load(adapter.name, folder, optimizer=True)
+
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """Yield an empty folder for the files of an adapter, and remove it after the body."""
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix=f"{FOLDER}-") as folder:
+            yield Path(folder)
 
     async def _run(self, passes: Sequence[AdapterPass], mix_rows: bool) -> list[Pass | ForgeError]:
         """Run one pass of each adapter, over shared rows if the trainer can; returns results or errors in order."""
@@ -316,10 +347,10 @@ class RunAdapters:
         for adapter in self._adapters.values():
             if adapter.version == adapter.updates:
                 continue
-            with tempfile.TemporaryDirectory(dir=self._folder, prefix=f"{FOLDER}-") as folder:
-                await self._trainer.adapters.save(adapter.name, Path(folder))
+            with self._scratch() as folder:
+                await self._trainer.adapters.save(adapter.name, folder)
                 self._trainer.adapters_probed.pop(adapter.name, None)  # engines are about to leave that version
-                await self._generator.load_adapter(adapter.name, Path(folder))
+                await self._generator.load_adapter(adapter.name, folder)
             # Scored last: probes compare engines with the trainer only once the engines have loaded this version.
             adapter.version = adapter.updates
             await self._trainer.probe_adapter(adapter.name, adapter.version)

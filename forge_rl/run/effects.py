@@ -93,7 +93,8 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "engines on GPUs": Switch(
         flags=("generator.gpu_memory_utilization", "generator.enforce_eager"),
-        is_on=lambda config: device_type() != "cpu",
+        # Hosts of other jobs may have GPUs where this machine, such as a login node, has none.
+        is_on=lambda config: device_type() != "cpu" or config.job.partition(":")[0] not in ("local", "process"),
         why="engines would run on CPU",
         hint="run it on GPUs",
     ),

@@ -71,7 +71,7 @@ class Run(Generic[C]):
         self.last_batch: Batch | None = None
         """The last step's batch, for inspection."""
         self.close = close
-        """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        """Closes a run that was opened with `open`: saves its steps, stops the services and flushes the logs."""
         # Recorded episodes show the trainer's logprobs and entropies, which ranks send only on request.
         self.trainer.keeps_logprobs = config.recording.share > 0
         self._services = parts.services
@@ -173,8 +173,7 @@ class Run(Generic[C]):
             )
             # Their counts are saved with the controller's state, their weights in folders of the checkpoint: two
             # places, which a restore compares.
-            self.keep("adapters", self._adapters)
-            self._checkpointer.beside.append(self._adapters.save)
+            self._checkpointer.add_part("adapters", self._adapters)
         return self._adapters
 
     def adapter(self, name: str) -> RunAdapter:
@@ -474,7 +473,8 @@ class Run(Generic[C]):
             prompts: number of prompts to answer.
 
         Raises:
-            ConfigError: no step has been taken yet, or the weights have changed since they were published.
+            ConfigError: no step has been taken yet, the weights have changed since they were published, or no episode
+                of the last batch begins with a prompt.
         """
         if self.last_batch is None:
             raise ConfigError("no step has been taken yet", hint="take one first")
@@ -484,7 +484,7 @@ class Run(Generic[C]):
         """Run work for another task, such as `checkpoint`, once the body of `recovering` has ended; waits for it.
 
         Raises:
-            ForgeError: the work failed. The run continues unless a service failed.
+            Exception: the work failed. The run continues unless a service failed.
         """
         return await self._after_step.add(work)
 
@@ -527,7 +527,7 @@ class Run(Generic[C]):
 
         Raises:
             ConfigError: the run writes checkpoints, or was resumed from one.
-            TaskError: a source cannot begin again, such as a bare iterator.
+            TaskError: a source cannot begin again, such as a bare iterator; nothing has then changed.
         """
         if self.config.checkpoint_every:
             raise ConfigError(

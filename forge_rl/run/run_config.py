@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -149,10 +150,10 @@ class RunConfig:
         return self.steps
 
     def __post_init__(self) -> None:
-        # Interactive sessions may pass strings for paths.
-        object.__setattr__(self, "cache", Path(self.cache))
+        # Interactive sessions may pass strings, and no shell expands the ~ of a config file or of --out=~/run.
+        object.__setattr__(self, "cache", Path(os.path.expanduser(self.cache)))
         if self.out is not None:
-            object.__setattr__(self, "out", Path(self.out))
+            object.__setattr__(self, "out", Path(os.path.expanduser(self.out)))
         # Set only while flags or a file are parsed. A copy made by `replace` keeps what its original had.
         if (flags := given_flags()) is not None:
             object.__setattr__(self, "named", flags)

@@ -336,6 +336,19 @@ def test_a_dead_runs_socket_is_named_and_replaced(tmp_path: Path):
     (tmp_path / "summary.json").write_text('{"score_before": 0.25, "score_after": 0.5, "steps": 7}')
     with pytest.raises(ConfigError, match=r"it finished after 7 steps, with a held-out score of 0.500 after 0.250"):
         attached(tmp_path).ask("status")
+    (tmp_path / "summary.json").write_text(
+        '{"outcome": "failed", "steps": 3, "cause": "a full \\u001b[2J disk\\n, and more"}'
+    )
+    with pytest.raises(ConfigError, match=r"ended, failed after 3 steps: a full \\x1b\[2J disk") as caught:
+        attached(tmp_path).ask("status")
+    assert "more" not in str(caught.value)
+    (tmp_path / "summary.json").write_text('{"outcome": "stopped", "steps": 3}')
+    with pytest.raises(ConfigError, match="ended, stopped after 3 steps"):
+        attached(tmp_path).ask("status")
+    for malformed in ('{"outcome": "failed", "steps": 3, "cause": 5}', "[]", '{"outcome": "failed"}'):
+        (tmp_path / "summary.json").write_text(malformed)
+        with pytest.raises(ConfigError, match="its last event: the last"):
+            attached(tmp_path).ask("status")
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,13 @@ from forge_rl.models.adapters import name_base
 from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
 from forge_rl.run.checkpoints.kept import KeptObjects
-from forge_rl.run.checkpoints.parts import RunParts
-from forge_rl.run.live.settings import is_live_state
+from forge_rl.run.checkpoints.parts import RunParts, StepState, TrainedPart
+from forge_rl.run.live.knobs import is_live_state
 from forge_rl.run.lora_settings import checkpoint_bytes
 from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.run.records.model_card import write_card
 from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepState:
-    """State of a run at the end of a step, which is saved and restored as one."""
-
-    step: int
-    updates: tuple[int, ...]
-    """Numbers of updates taken by the trainer and, if there is one, the critic."""
-    rollouts: dict[str, Any]
-    """State of the batches just after the step's own; the batches themselves soon run ahead of it."""
-    objects: dict[str, Any]
-    """States of the recipe's own objects."""
 
 
 class Checkpointer:
@@ -91,8 +78,8 @@ class Checkpointer:
         self._first = parts.batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
-        self.beside: list[Callable[[Path], Awaitable[None]]] = []
-        """Further writers into a checkpoint's folder, such as adapters by name; called while the trainer is idle."""
+        self._parts: dict[str, TrainedPart] = {}
+        self._ended: StepState
         self._note()
         parts.live.changed.add(self._save_changes)
 
@@ -103,9 +90,28 @@ class Checkpointer:
 
     @property
     def trained(self) -> list[str]:
-        """Names of the trainers (policy's, critic's) that took updates since the end of the last step."""
-        trainers, before = self._services.trainers, self._ended.updates
-        return [trainer.name for trainer, updates in zip(trainers, before, strict=True) if trainer.updates != updates]
+        """Names of the trainers (policy's, critic's) and parts that took updates since the end of the last step."""
+        return self._trained_since(self._ended)
+
+    def _trained_since(self, state: StepState) -> list[str]:
+        pairs = zip(self._services.trainers, state.updates, strict=True)
+        names = [trainer.name for trainer, updates in pairs if trainer.updates != updates]
+        parts = self._parts.items()
+        return names + [name for name, part in parts if part.stepping or part.updates != state.parts.get(name)]
+
+    @property
+    def half_trained(self) -> str:
+        """Describe an interrupted step of which only a part of the updates were taken; "" if there is none."""
+        trained, num_trainers = self.trained, len(self._services.trainers)
+        if stepping := [name for name, part in self._parts.items() if part.stepping]:
+            return f"the {stepping[0]} took only a part of the updates in it"
+        return f"only the {trained[0]} took updates in it" if 0 < len(trained) < num_trainers else ""
+
+    def add_part(self, name: str, part: TrainedPart) -> None:
+        """Save a part's state and files with each checkpoint, and load its state if there is one."""
+        self.kept.add(name, part)
+        self._parts[name] = part
+        self._ended = replace(self._ended, parts={**self._ended.parts, name: part.updates})
 
     def _updates(self) -> tuple[int, ...]:
         """Return the updates taken by the trainer and, if there is one, the critic."""
@@ -120,7 +126,11 @@ class Checkpointer:
         """Record the state that a checkpoint of this step holds."""
         # Copied now: by the time a checkpoint is written, the batches of later steps are being drawn.
         self._ended = StepState(
-            step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
+            step=self.step,
+            updates=self._updates(),
+            rollouts=self._batches.state(),
+            objects=self.kept.state(),
+            parts={name: part.updates for name, part in self._parts.items()},
         )
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
@@ -251,11 +261,11 @@ class Checkpointer:
                     (place / part).mkdir(parents=True)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.save(place, model=model)
-            for write in self.beside:
-                await write(folder)
+            for trained_part in self._parts.values():
+                await trained_part.save(folder)
             # Weights would be of another step than the controller's state, which no reader could tell from the files.
-            if self._updates() != step_state.updates:
-                raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
+            if trained := self._trained_since(step_state):
+                raise CheckpointError(f"the {trained[0]} took updates while it was saved")
             copied.set_result(None)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.finish_save()
@@ -319,9 +329,11 @@ class Checkpointer:
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except trainer and critic to the checkpoint's step."""
-        state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
+        state: dict[str, Any] = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
         # Live changes made since the checkpoint stay: the user has not taken them back.
         await self._batches.restore(_with_changes(state["rollouts"], self._live.state()))
+        if checkpoint is not None:
+            self._live.roll_back(state["live"])
         self.kept.restore(state.get("kept", {}))
         if self._services.rollout is not None:
             # The restarted trainer publishes its version again: the store forgets that one and all later ones.
@@ -337,13 +349,14 @@ class Checkpointer:
 
         Raises:
             ConfigError: there are checkpoints, which would be of steps that the run has not taken.
-            TaskError: a source cannot begin again.
+            TaskError: a source cannot begin again; nothing has then changed.
         """
         if self._saving is not None or self.saved is not None:
             raise ConfigError(
                 f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
                 hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
             )
+        self._check_sources()
         self.rolling_back = True
         await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
         self._first = self._batches.state()
@@ -356,6 +369,21 @@ class Checkpointer:
         await self.publish()
         self._note()
         self.rolling_back = False
+
+    def _check_sources(self) -> None:
+        """Check that each source can return to its first position, and leave it there.
+
+        Raises:
+            TaskError: one cannot; all are then where they were.
+        """
+        mixture, first_position = self._live.mixture, self._first["mixture"]
+        assert isinstance(first_position, Mapping), "the state of batches holds the mixture's"
+        position = mixture.state()
+        try:
+            mixture.restore_sources(first_position)
+        except BaseException:
+            mixture.restore_sources(position)
+            raise
 
     def mark_best(self) -> None:
         """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.

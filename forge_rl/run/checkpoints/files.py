@@ -85,7 +85,7 @@ class Checkpoint:
                 manifest = json.loads((self.folder / MANIFEST).read_text())
                 _check_format(self.folder, manifest)
                 expected = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
-            except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
             for name, (size, _) in expected.items():
                 if name not in files:
@@ -137,6 +137,7 @@ class Checkpoints:
         """Why the last write could not remove an old checkpoint; "" if it did."""
         with reading(folder):
             self._put_back()
+            self._link_again()
 
     def all(self) -> list[Checkpoint]:
         """List all completely written checkpoints, oldest first.
@@ -171,7 +172,8 @@ class Checkpoints:
         evidence = f"damaged ones are kept as {', '.join(damaged_names)}" if damaged_names else f"{marker} names one"
         raise CheckpointError(
             f"{self.folder} had checkpoints, and none is left to resume from ({evidence}): the run would start over",
-            hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
+            hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}, and "
+            "live.json, which has the live changes of that run",
         )
 
     def set_damaged_aside(self, tell: Callable[[str], None]) -> Checkpoint | None:
@@ -219,17 +221,21 @@ class Checkpoints:
         try:
             if best is None:
                 self._best.unlink(missing_ok=True)
-                return
-            # A link cannot be changed in place: a rename over it leaves readers the old one or the new one.
-            partial = self._best.with_name(".best.partial")
-            partial.unlink(missing_ok=True)
-            partial.symlink_to(best.folder.name)
-            partial.replace(self._best)
-            _sync(self.folder)
+            else:
+                self._link(best)
         except OSError as error:
             raise CheckpointError(
-                f"{self._best} cannot be written: {error.strerror or error}", hint="free space, or choose another --out"
+                f"{self._best} cannot be written: {error.strerror or error}",
+                hint="free space, choose another --out, or move it away if it is not a link",
             ) from error
+
+    def _link(self, best: Checkpoint) -> None:
+        # A link cannot be changed in place: a rename over it leaves readers the old one or the new one.
+        partial = self._best.with_name(".best.partial")
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(best.folder.name)
+        partial.replace(self._best)
+        _sync(self.folder)
 
     @contextlib.asynccontextmanager
     async def writing(
@@ -328,6 +334,18 @@ class Checkpoints:
             name = path.name.removeprefix(".").removesuffix(_REPLACED)
             if not is_there(self.folder / name):
                 path.rename(self.folder / name)
+
+    def _link_again(self) -> None:
+        """Make `best` a link where it is a copy of a checkpoint, as in a run folder copied by cp -rL or scp -r."""
+        if self._best.is_symlink() or not is_there(self._best / MANIFEST):
+            return
+        manifest = (self._best / MANIFEST).read_bytes()
+        for checkpoint in self.all():
+            if is_there(checkpoint.folder / MANIFEST) and (checkpoint.folder / MANIFEST).read_bytes() == manifest:
+                # To a name that the next write removes, as it does what is left of a killed process.
+                self._best.rename(self.folder / f".{checkpoint.folder.name}.copied")
+                self._link(checkpoint)
+                return
 
 
 def _check_format(folder: Path, header: Mapping[str, Any]) -> int:

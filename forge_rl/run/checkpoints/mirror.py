@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,13 +18,17 @@ from forge_rl.metrics.logger import RunLog
 from forge_rl.models.cache import Progress
 from forge_rl.models.resolve import checkpoints_in
 from forge_rl.run.checkpoints.files import MANIFEST, Checkpoint, Checkpoints
-from forge_rl.system.folders import reading
+from forge_rl.run.records.started_from import MODELS
+from forge_rl.system.folders import is_there, reading
 from forge_rl.system.remote_folders import RemoteFolder
 from forge_rl.system.terminal import clipped
 
 SETTINGS = ("config.json", "versions.json")
 """Files of the run folder that are copied too, so that a run with other settings is refused."""
 _BEST = "best"
+_WRITER = "writer"
+"""File at the address that names the process that copies there."""
+_MOST_WRITER_BYTES = 1000
 _STEP = re.compile(r"step-\d{6,12}")
 _MOST_JSON_BYTES = 64 << 20
 _MOST_FILES = 100_000
@@ -30,7 +37,9 @@ _MOST_FILES = 100_000
 class CheckpointMirror:
     """Copies checkpoints to an address and back. Whoever can write there decides on the weights.
 
-    A checkpoint's manifest is written last and removed first: without it, the copy does not count.
+    A checkpoint's manifest is written last and removed first: without it, the copy does not count. The address belongs
+    to the process that was the first to copy there since it started; others are refused, such as a controller that was
+    cut off and believed lost, or another run that was given the same address.
 
         mirror = CheckpointMirror("s3://bucket/run")
         mirror.restore(folder, check_settings=check, tell=print, progress=show)  # before the run
@@ -45,6 +54,9 @@ class CheckpointMirror:
 
     def __init__(self, address: str) -> None:
         self._files = RemoteFolder(address, flag="--checkpoint-mirror", error=CheckpointError)
+        self._name = f"{secrets.token_hex(8)} process {os.getpid()} on {socket.gethostname()}".encode()
+        self._writer: bytes | None = None
+        """The process that copied there last when this one started, or this one; None before that is known."""
 
     def copy(self, checkpoints: Checkpoints) -> int:
         """Copy new checkpoints to the address, newest first, and remove old copies; returns the bytes written.
@@ -54,15 +66,17 @@ class CheckpointMirror:
 
         Raises:
             OSError: a file cannot be written or read.
-            CheckpointError: a checkpoint that was written again is damaged.
+            CheckpointError: a checkpoint that was written again is damaged, or another process copies to the address.
         """
         local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
         # An empty folder may have lost its checkpoints: nothing is removed on its account.
         if not local:
             return 0
+        self._claim()
         # Before the checkpoints, none of which is restored without them.
-        for name in SETTINGS:
-            self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
+        run = checkpoints.folder.parent
+        for name in (*SETTINGS, *([MODELS] if is_there(run / MODELS) else [])):
+            self._files.write(name, (run / name).read_bytes())
         complete = self._complete(names)
         copied_bytes = 0
         # Newest first: if the run ends during the copy, its latest steps are the ones that are safe.
@@ -79,6 +93,26 @@ class CheckpointMirror:
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
         return copied_bytes
+
+    def _claim(self) -> None:
+        """Name this process as the one that copies to the address.
+
+        Raises:
+            CheckpointError: another one has begun to since this one started.
+        """
+        writer = self._last_writer()
+        if self._writer not in (None, writer):
+            raise CheckpointError(
+                f"another run copies there, {clipped(writer.decode(errors='replace'), lines=1, width=200)}; give each "
+                "run an address of its own"
+            )
+        if writer != self._name:
+            self._files.write(_WRITER, self._name)
+            self._writer = self._name
+
+    def _last_writer(self) -> bytes:
+        """Return the name of the process that copied there last; empty if there is none."""
+        return self._files.read(_WRITER, _MOST_WRITER_BYTES) if self._files.exists(_WRITER) else b""
 
     def _is_stale(self, checkpoint: Checkpoint) -> bool:
         """Return whether the copy is from an earlier write of the same step; if so, remove its manifest.
@@ -103,12 +137,13 @@ class CheckpointMirror:
         tell: Callable[[str], None],
         progress: Progress,
     ) -> None:
-        """Copy the newest undamaged checkpoint, and the best, into a run's folder, unless it has a newer one.
+        """Copy the newest undamaged checkpoint and the best into a run's folder, unless it has a newer one; with them
+        comes the record of the models that the run began with.
 
         Args:
             folder: the run's, locked.
-            check_settings: called with a folder that holds the copied settings; raises an error if they belong to
-                another run, and returns lines about permitted changes.
+            check_settings: called with a folder that holds the copied settings, if there are copies; raises an error if
+                they belong to another run, and returns lines about permitted changes.
             tell: called with a line about each checkpoint that cannot be used.
 
         Raises:
@@ -132,19 +167,26 @@ class CheckpointMirror:
 
         try:
             shutil.rmtree(staged, ignore_errors=True)
-            copies = self._complete(self._folders())
-            newer = sorted((name for name in copies if _number(name) > newest_step), key=_number, reverse=True)
-            if not newer:
+            # A listing first: its errors say more of wrong credentials than those of a single file.
+            copies = sorted(self._complete(self._folders()), key=_number, reverse=True)
+            self._writer = self._last_writer()
+            if not copies:
                 return
             # `check_settings` refuses edited code only where there are checkpoints: let the folder seem to have one.
-            (staged / "checkpoints" / newer[0]).mkdir(parents=True)
-            for settings in SETTINGS:
-                self._get(PurePosixPath(settings), staged / settings, _MOST_JSON_BYTES)
-            for line in check_settings(staged):
+            (staged / "checkpoints" / copies[0]).mkdir(parents=True)
+            for name in (*SETTINGS, *([MODELS] if self._files.exists(MODELS) else [])):
+                self._get(PurePosixPath(name), staged / name, _MOST_JSON_BYTES)
+            # Before it is known whether any is newer: the run's own would replace the copies of another run.
+            lines = check_settings(staged)
+            newer = [name for name in copies if _number(name) > newest_step]
+            for line in lines if newer else ():
                 tell(line)
+            # Before any checkpoint: where there is one, the folder's record is taken for the run's.
+            if newer and is_there(staged / MODELS):
+                (staged / MODELS).replace(folder / MODELS)
             # The newest that is intact; older ones are only fetched if it is not.
             restored_name = next((name for name in newer if bring(name)), "")
-            if restored_name and (best := self._best()) in copies - {restored_name, *local}:
+            if restored_name and (best := self._best()) in {*copies} - {restored_name, *local}:
                 bring(best)
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -264,7 +306,7 @@ def _listed(manifest: bytes) -> Iterator[tuple[PurePosixPath, int]]:
     try:
         entries: dict[str, Any] = json.loads(manifest)["files"]
         files = [(PurePosixPath(name), int(size)) for name, (size, _) in entries.items()]
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is malformed") from error
     for path, size in files:
         if path.is_absolute() or not path.parts or ".." in path.parts or size < 0 or "\0" in str(path):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.errors import ServiceError
 from forge_rl.runtime.hold import Hold
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class AfterStepQueue:
         """Leave work for the end of the current step, and wait for its result.
 
         Raises:
-            ForgeError: the work failed.
+            Exception: the work failed.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._asked.append((work, future))
@@ -44,10 +44,10 @@ class AfterStepQueue:
         self._any_asked.clear()
         while self._asked:
             work, future = self._asked.pop(0)
-            # A refusal, such as a full disk, is the client's alone; a service that died is the run's too.
+            # A failure, such as a full disk, is the client's alone; a service that died is the run's too.
             try:
                 result = await work()
-            except ForgeError as error:
+            except Exception as error:
                 if not future.done():  # the client may have gone meanwhile, which cancels its wait
                     future.set_exception(error)
                 if isinstance(error, ServiceError):

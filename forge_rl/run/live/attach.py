@@ -35,7 +35,7 @@ def attach(folder: str | Path) -> AttachedRun:
         ConfigError: the folder is not a run folder, belongs to another user, or has no live run; says how the last one
             ended.
     """
-    run = AttachedRun(Path(folder))
+    run = AttachedRun(Path(folder).expanduser())
     # Fails here, and not at the first access, if there is no live run.
     run.ask("status")
     return run
@@ -236,6 +236,10 @@ class AttachedMixture(MutableMapping[str, float]):
 
     def __setitem__(self, source: str, weight: float) -> None:
         self._run.set("mixture", {"weights": {source: weight}})
+
+    def update(self, weights: Mapping[str, float]) -> None:  # type: ignore[override]
+        """Set several weights at once, or none if one is refused."""
+        self._run.set("mixture", {"weights": dict(weights)})
 
     def __delitem__(self, source: str) -> None:
         raise ConfigError(f"the source {source!r} cannot be taken out of a live run", hint="set its weight to 0")

@@ -45,6 +45,8 @@ class Control:
         self._live = live
         self._gateway = gateway
         self._numbers = itertools.count(1)
+        self._signalled = False
+        """Whether a client has ended the run by a signal."""
 
     async def status(self) -> dict[str, object]:
         """Return the run's progress, and the current values of everything that can be changed."""
@@ -152,6 +154,10 @@ class Control:
         # The default action would kill the process without saving; only `launch` installs another.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise ConfigError("the run is in an interactive session", hint="end it there: await run.close()")
+        # A second signal would end the run at once, without what the first one has it save.
+        if self._signalled:
+            raise ConfigError("the run is ending already", hint="wait until it has saved its steps")
+        self._signalled = True
         # Late enough for the reply to reach the client before the server closes.
         asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
 

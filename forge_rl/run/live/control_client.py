@@ -9,12 +9,14 @@ import contextlib
 import json
 import socket
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.local_socket import connect
 from forge_rl.runtime.sealed import NONCE_BYTES, SealedChannel, nonce
+from forge_rl.system.terminal import clipped
 
 SOCKET = "control.sock"
 """Name of the socket in a run folder."""
@@ -30,9 +32,9 @@ def exchange(folder: Path, request: Mapping[str, object]) -> dict[str, Any]:
     """Send a request to the run in a folder, and wait for its reply, which may take as long as a step.
 
     Raises:
-        ConfigError: the run is another user's, has ended, or did not answer.
+        ConfigError: the request cannot be sent, or the run is another user's, has ended, or did not answer.
     """
-    line = json.dumps(request).encode() + b"\n"
+    line = json.dumps(request, default=_plain).encode() + b"\n"
     try:
         connection = connect(folder, SOCKET, timeout_s=_CONNECT_S)
     except PermissionError as error:
@@ -91,6 +93,15 @@ def _exchange_over_tcp(folder: Path, line: bytes) -> bytes:
         return sealed.open("reply", reply) if reply else b""
 
 
+def _plain(value: object) -> int | float:
+    """Convert a number that JSON does not know, such as NumPy's."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise ConfigError(f"{value!r:.60} cannot be sent to a run", hint="send texts, numbers, lists and dicts")
+
+
 def _whole(reply: bytes) -> bytes:
     """Return a reply, which may be empty.
 
@@ -107,11 +118,13 @@ def how_it_ended(folder: Path) -> str:
     try:
         summary = json.loads((folder / "summary.json").read_text())
         if summary.get("outcome", "finished") != "finished":
-            raise ValueError("it did not reach its end")
+            cause = f": {clipped(summary['cause'], lines=1, width=300)}" if "cause" in summary else ""
+            ending = f"{summary['outcome']} after {summary['steps']} steps{cause}"
+            return f"the run in {folder} is not running: its last process ended, {ending}"
         scores = summary["score_before"], summary["score_after"]
         score = "" if None in scores else f", with a held-out score of {scores[1]:.3f} after {scores[0]:.3f}"
         return f"the run in {folder} is not running: it finished after {summary['steps']} steps{score}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     event = next(iter(last_events(folder, 1)), None)
     detail = f"; its last event: {event['text']}" if event else ""

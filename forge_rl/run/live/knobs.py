@@ -7,8 +7,10 @@ the live change.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from forge_rl.errors import ConfigError, ForgeError
@@ -33,18 +35,23 @@ class Bounds:
         # `type` and not `isinstance`, as a bool is an int.
         return type(value) is int or (self.kind is float and type(value) is float)
 
-    def check(self, value: Any) -> None:
-        """Check a new value.
+    def checked(self, value: Any) -> int | float:
+        """Return a new value, as a number that JSON can hold.
 
         Raises:
             ConfigError: it is not a number of this type within the limits.
         """
+        if isinstance(value, Real) and not isinstance(value, bool):  # NumPy's numbers too
+            number = operator.index(value) if isinstance(value, Integral) else float(value)
+        else:
+            number = math.nan
         # Written so that NaN, which fails each comparison, is refused.
-        if not self.accepts_type(value) or not self.above < value <= self.at_most:
+        if not self.accepts_type(number) or not self.above < number <= self.at_most:
             hint = "set it to a whole number" if self.kind is int else "set it to a number"
             hint += f" above {self.above:g}" * (self.above > -math.inf)
             hint += f", at most {self.at_most:.9g}" * (self.at_most < math.inf)
             raise ConfigError(f"{self.label} is set to {value!r}", hint=hint + self.advice)
+        return number
 
 
 BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
@@ -111,20 +118,21 @@ class Knob:
         Raises:
             ConfigError: a name is unknown, or a value refused; nothing has then changed.
         """
+        numbers: dict[str, int | float] = {}
         for name, value in values.items():
             if name not in self.given:
                 names = ", ".join(self.given) or "nothing: the run generates no episodes"
                 raise ConfigError(
                     f"the run's {self.name} {name!r} cannot change in a live run", hint=f"set one of {names}"
                 )
-            self._bounds[name].check(value)
-        if not values:
+            numbers[name] = self._bounds[name].checked(value)
+        if not numbers:
             return
         # All values have passed by now; `set` may still refuse them, and then nothing was written or reported.
         old_values = self._numbers()
-        self.set(values)
-        self._written |= values
-        lines = (f"{self._bounds[name].label} {old_values[name]:g} -> {value:g}" for name, value in values.items())
+        self.set(numbers)
+        self._written |= numbers
+        lines = (f"{self._bounds[name].label} {old_values[name]:g} -> {value:g}" for name, value in numbers.items())
         self.changed(", ".join(lines) + self.from_when)
 
     def changes(self) -> dict[str, Any]:
@@ -206,10 +214,36 @@ class LiveSchedule:
         )
 
 
-def is_knob_state(name: str, flag_values: Mapping[str, object], changes: Mapping[str, object]) -> bool:
+def is_live_state(state: object) -> bool:
+    """Return whether a value from a possibly corrupt file has the form that `LiveSettings.state` returns."""
+    match state:
+        case {
+            "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
+            **other_knobs,
+        }:
+            return _are_numbers(weights) and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
+    return False
+
+
+def _is_knob_state(name: object, state: object) -> bool:
+    match name, state:
+        case str(knob), {"given": dict(flag_values), "changes": dict(changes)} if knob in BOUNDS:
+            return _are_bounded(knob, flag_values, changes)
+        case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
+            return all(isinstance(text, str) for text in texts)
+        case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
+            return not changes
+    return False
+
+
+def _are_bounded(name: str, flag_values: Mapping[str, object], changes: Mapping[str, object]) -> bool:
     """Return whether values from a possibly corrupt file have the form of a knob's `given` and `changes`."""
     bounds = BOUNDS[name]
     values = [*flag_values.items(), *changes.items()]
     return changes.keys() <= flag_values.keys() and all(
         number in bounds and bounds[number].accepts_type(value) for number, value in values
     )
+
+
+def _are_numbers(values: Mapping[str, object]) -> bool:
+    return all(type(number) in (int, float) for number in values.values())

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.user_code import name_of, shown
 from forge_rl.rewards.composition import described
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.run.live.knobs import BOUNDS, Knob, LiveSchedule, is_knob_state
+from forge_rl.run.live.knobs import Knob, LiveSchedule
 from forge_rl.services.reward import RewardFunction, RewardService
 from forge_rl.services.trainer import Trainer
 from forge_rl.system.listeners import Listeners
@@ -88,9 +88,32 @@ class MixtureKnob:
         return {name: state[name] for name in ("weights", "adaptive") if name in state}
 
     async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        mixture, weights = self._mixture, self.given["weights"]
+        mixture = self._mixture
+        readapted = self._apply_flags(old_flags)
+        if not readapted and mixture.adapting != self._adapting:
+            self._changed(f"mixture adapts: {mixture.adapting.adapt}")
+        # Shares that adapt move by themselves, which is no live change.
+        for name, weight in self.given["weights"].items() if mixture.adapting.adapt == "off" else ():
+            if mixture[name] != weight:
+                self._changed(f"mixture {name} {weight:g} -> {mixture[name]:g}")
+        self._touched = bool(changes)
+
+    def roll_back(self, old_flags: Mapping[str, Any]) -> None:
+        """Apply this command's flags to a mixture restored from a checkpoint, unless it was changed live since.
+
+        Args:
+            old_flags: `given` of the process that wrote the checkpoint, perhaps an earlier command's.
+        """
+        if not self._touched:
+            self._apply_flags(old_flags)
+            self._touched = False
+
+    def _apply_flags(self, old_flags: Mapping[str, Any]) -> bool:
+        """Apply flags that changed since the restored mixture's process; returns whether shares start to adapt with
+        other settings."""
         # The restored mixture has the earlier weights. Flags that changed since then override them, as with other
         # knobs.
+        mixture, weights = self._mixture, self.given["weights"]
         reweighted = old_flags["weights"] != weights
         with changes_by("by the current flags"):
             if reweighted:
@@ -103,13 +126,7 @@ class MixtureKnob:
             )
             if readapted:
                 mixture.adapt(self._adapting)
-        if not readapted and mixture.adapting != self._adapting:
-            self._changed(f"mixture adapts: {mixture.adapting.adapt}")
-        # Shares that adapt move by themselves, which is no live change.
-        for name, weight in weights.items() if mixture.adapting.adapt == "off" else ():
-            if mixture[name] != weight:
-                self._changed(f"mixture {name} {weight:g} -> {mixture[name]:g}")
-        self._touched = bool(changes)
+        return readapted
 
     def close(self) -> None:
         """Stop reporting changes; the mixture may be reused."""
@@ -158,7 +175,13 @@ class RewardKnob:
         elif not texts:
             self._tell(f"the reward was replaced live by {name}, which is not in this process: set it again")
         else:
-            await self._replace(texts)
+            try:
+                await self._replace(texts)
+            except ForgeError as error:
+                raise ConfigError(
+                    f"the reward was replaced live by {name}, which cannot be built again: {error.message}",
+                    hint="put it back, or resume with --out and another --reward, which overrides the live change",
+                ) from error
 
     async def _replace(self, texts: Sequence[str]) -> None:
         # In a thread, as the user's file may import for a long time.
@@ -346,6 +369,16 @@ class LiveSettings:
                     await knob.resume(state[name]["given"], state[name]["changes"])
         self._resuming = False
 
+    def roll_back(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Apply this command's flags to the mixture, which was restored from a checkpoint; other knobs kept theirs.
+
+        Args:
+            state: result of `state` in the checkpoint.
+        """
+        self._resuming = True
+        self._mixture.roll_back(state["mixture"]["given"])
+        self._resuming = False
+
     def close(self) -> None:
         """Stop reporting changes."""
         self._mixture.close()
@@ -363,29 +396,3 @@ class LiveSettings:
 
 def _without_address(value: object) -> str:
     return _ADDRESS.sub("", repr(value))
-
-
-def is_live_state(state: object) -> bool:
-    """Return whether a value from a possibly corrupt file has the form that `LiveSettings.state` returns."""
-    match state:
-        case {
-            "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
-            **other_knobs,
-        }:
-            return _are_numbers(weights) and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
-    return False
-
-
-def _is_knob_state(name: object, state: object) -> bool:
-    match name, state:
-        case str(knob), {"given": dict(flag_values), "changes": dict(changes)} if knob in BOUNDS:
-            return is_knob_state(knob, flag_values, changes)
-        case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
-            return all(isinstance(text, str) for text in texts)
-        case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
-            return not changes
-    return False
-
-
-def _are_numbers(values: Mapping[str, object]) -> bool:
-    return all(type(number) in (int, float) for number in values.values())

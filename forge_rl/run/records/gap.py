@@ -104,7 +104,7 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
         prompts: number of prompts to answer.
 
     Raises:
-        ConfigError: the engines do not have the trainer's weights.
+        ConfigError: the engines do not have the trainer's weights, or no episode begins with a prompt.
     """
     import torch
 
@@ -115,6 +115,8 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
             hint="call this between steps, once the weights are published",
         )
     groups = [group for group in batch.groups if group.episodes[0].turns][:prompts]
+    if not groups:
+        raise ConfigError("no episode of the last batch has a prompt to answer", hint="the agent called no policy")
     turns = await generator.sample([group.episodes[0].turns[0].prompt_ids for group in groups])
     answer_groups = [
         Group(task=group.task, episodes=(Episode(task=group.task, turns=(turn,)),))

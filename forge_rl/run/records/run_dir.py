@@ -138,6 +138,7 @@ def lock_folder(folder: Path) -> int:
     """
     # Opened for writing, without which NFS grants no exclusive lock.
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    name = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -146,6 +147,10 @@ def lock_folder(folder: Path) -> int:
         os.close(lock)
         # Any other error means that the file system has no locks, and not that the folder is in use.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if holder == name:
+                raise CheckpointError(
+                    f"this process has a run in {folder} already", hint="close it first: await run.close()"
+                ) from None
             holder_text = f": {visible(holder)}" if holder else ""
             raise CheckpointError(
                 f"another process runs in {folder}{holder_text}", hint="wait for it, stop it, or choose another --out"
@@ -156,7 +161,7 @@ def lock_folder(folder: Path) -> int:
             "mounted with flock",
         ) from None
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(lock, f"{name}\n".encode(), 0)
     return lock
 
 

@@ -16,7 +16,8 @@ from forge_rl.models.resolve import model_in
 from forge_rl.run.records.json_files import read_object, write_json
 from forge_rl.system.folders import is_there
 
-_FILE = "models.json"
+MODELS = "models.json"
+"""File of a run folder with the models that the run began with."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,23 @@ def read_records(run: Path) -> dict[str, ModelRecord]:
     Raises:
         ConfigError: the record cannot be read.
     """
-    path = run / _FILE
+    path = run / MODELS
     if not is_there(path):
         return {}
-    try:
-        return {flag: ModelRecord(**record) for flag, record in read_object(path).items()}
-    except TypeError as error:
-        raise ConfigError(f"{path} is malformed: {error}", hint="choose another --out") from error
+    records: dict[str, ModelRecord] = {}
+    for flag, record in read_object(path).items():
+        match record:
+            case {"name": str(name), "folder": str(folder), "files": dict(files)}:
+                records[flag] = ModelRecord(name, folder, files)
+            case _:
+                raise ConfigError(f"{path} is malformed at {flag!r:.80}", hint="choose another --out")
+    return records
 
 
 def record_model(run: Path, flag: str, name: str, folder: Path) -> None:
     """Record in a run's folder which model a flag led to."""
     records = read_records(run) | {flag: ModelRecord(name, str(folder), model_digests(folder))}
-    write_json(run / _FILE, {key: asdict(record) for key, record in records.items()})
+    write_json(run / MODELS, {key: asdict(record) for key, record in records.items()})
 
 
 def where_moved(flag: str, record: ModelRecord) -> str:

@@ -150,10 +150,11 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
             "keep them unchanged"
         )
     _tell_of_model(config, model, architecture, setup.loss, log)
-    await _check_use(config, prepared, setup, model, architecture)
+    models = replace(models, policy=model)
+    await _check_use(config, prepared, setup, models, architecture)
     return CheckedRun(
         config=config,
-        models=replace(models, policy=model),
+        models=models,
         # On hosts of their own, neither has the other's devices, whatever --placement says.
         shares_devices=colocated(config) and placed.meet,
         sets=_evaluation_sets(config, setup.mixture, setup.evaluation, log.warn),
@@ -256,9 +257,10 @@ def _resolved(
 
 
 async def _check_use(
-    config: RunConfig, prepared: PreparedRun, setup: RunSetup, model: Path, architecture: Architecture
+    config: RunConfig, prepared: PreparedRun, setup: RunSetup, models: RunModels, architecture: Architecture
 ) -> None:
     """Check the model against the engines, the tasks, the parser of tool calls and the disk's free space."""
+    model = models.policy
     if config.starts_engines:
         check_decode_layout(model, config.generator, engines=config.generator.replicas)
         check_context(architecture, config.generator)
@@ -277,10 +279,10 @@ async def _check_use(
     elif setup.uses_tools:
         # No parser is named, so one must read back the calls that the chat template writes.
         await asyncio.to_thread(parser_for, tokenizer)
-    check_disk(config, prepared, model)
+    check_disk(config, prepared, models)
 
 
-def check_disk(config: RunConfig, prepared: PreparedRun, model: Path) -> None:
+def check_disk(config: RunConfig, prepared: PreparedRun, models: RunModels) -> None:
     """Check that there is disk space for the checkpoints that the run still has to write, if it writes any.
 
     Raises:
@@ -288,9 +290,11 @@ def check_disk(config: RunConfig, prepared: PreparedRun, model: Path) -> None:
     """
     if config.checkpoint_every:
         # Float32 weights and two moments, 12 bytes a weight, and the exported copy: 14 for weights stored in 2 bytes.
-        bytes_each = 7 * stored_bytes(model)
+        bytes_each = 7 * stored_bytes(models.policy)
         if config.lora.rank:
-            bytes_each = checkpoint_bytes(config.lora, 0, model)
+            bytes_each = checkpoint_bytes(config.lora, 0, models.policy)
+        if models.critic is not None:
+            bytes_each += 7 * stored_bytes(models.critic_folder)
         # The newest, one that is being written before the oldest goes, and the best. A resumed run has some of them on
         # disk, and needs room for the one that is being written at least.
         max_checkpoints = config.keep_checkpoints + 1 + config.evaluation.keep_best

@@ -22,10 +22,10 @@ class Ending:
         self._monitor = monitor
 
     async def finish(self) -> None:
-        """Complete a run at the end of its body: its summary and, after its last step, its pending evaluation and
-        checkpoint."""
+        """Complete a run at the end of its body: its checkpoint, its summary and, after its last step, its pending
+        evaluation. A body that ends before the last step stops the run."""
         if self._run.step < self._run.config.steps:
-            self._summarise("stopped")
+            await self.stop()
             return
         await self._run.finish_evaluation()
         await self._checkpointer.finish_save()
@@ -62,9 +62,9 @@ class Ending:
     async def save(self) -> None:
         """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive.
 
-        Nothing is saved of a run that was rolling back, whose parts are then of different steps. A step in which only
-        one of trainer and critic took updates is not saved, since the other's may be missing; nor are the steps before
-        it, whose state is gone.
+        Nothing is saved of a run that was rolling back, whose parts are then of different steps. A step of which only
+        a part of the updates were taken, such as the trainer's without the critic's, is not saved; nor are the steps
+        before it, whose state is gone.
         """
         run, trainers, log = self._run, self._services.trainers, self._monitor.log
         if run.config.checkpoint_every == 0:
@@ -82,15 +82,14 @@ class Ending:
             # The body may have been interrupted in a step that the ranks are still computing.
             await trainer.wait_idle()
         await self._checkpointer.close()
-        trained = self._checkpointer.trained
-        if trained and len(trained) < len(trainers):
+        if cause := self._checkpointer.half_trained:
             log.event(
-                f"step {run.step + 1} is not saved, as only the {trained[0]} took updates in it; the same command "
-                f"resumes from step {self._checkpointer.saved or 0}"
+                f"step {run.step + 1} is not saved, as {cause}; the same command resumes from step "
+                f"{self._checkpointer.saved or 0}"
             )
             return
         # Stopped between the updates and the end of the step: the step is complete, and counts.
-        if trained:
+        if self._checkpointer.trained:
             run.log({}, run.batches.last)
         if run.step not in (0, self._checkpointer.saved):
             await self._checkpointer.begin_save()

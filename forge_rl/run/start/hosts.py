@@ -60,12 +60,16 @@ class RunHosts:
         """Return the settings with the hosts' device-dependent defaults where they have the controller's."""
         if (host_defaults := device_defaults()) == self.defaults:
             return config
-        # The settings were parsed before the hosts' devices were known. A value that differs from the controller's
-        # default was set by the user, and stays.
-        parts = {}
+        # The settings were parsed before the hosts' devices were known. A value that the user named, or that differs
+        # from the controller's default, was set by the user, and stays.
+        parts, named = {}, config.named or ()
         for part, controller_defaults in self.defaults.items():
             settings = getattr(config, part)
-            user_set = {name for name, value in controller_defaults.items() if getattr(settings, name) != value}
+            user_set = {
+                name
+                for name, value in controller_defaults.items()
+                if f"{part}.{name}" in named or getattr(settings, name) != value
+            }
             changes = {name: value for name, value in host_defaults[part].items() if name not in user_set}
             parts[part] = dataclasses.replace(settings, **changes)
         return dataclasses.replace(config, **parts)

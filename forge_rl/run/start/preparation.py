@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,19 +17,24 @@ from forge_rl.metrics.alerts import AlertSink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
 from forge_rl.metrics.prometheus import PrometheusSink
 from forge_rl.metrics.recorder import EpisodeRecorder
+from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.run.checkpoints.files import Checkpoint, Checkpoints
-from forge_rl.run.checkpoints.mirror import CheckpointMirror
+from forge_rl.run.checkpoints.mirror import SETTINGS, CheckpointMirror
 from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.plan.defaults import colocated
-from forge_rl.run.records.monitor import RunMonitor
-from forge_rl.run.records.run_dir import as_flat_json, check_same, choose_folder, prepare_folder
+from forge_rl.run.records.monitor import RunEnd, RunMonitor
+from forge_rl.run.records.run_dir import as_flat_json, check_same, choose_folder, is_finished, prepare_folder
+from forge_rl.run.records.started_from import MODELS
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.system.folders import is_there, reading, write_whole
+
+_SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,17 @@ class PreparedRun:
     monitor: RunMonitor
     mirror: CheckpointMirror | None = None
     """Where checkpoints are copied to."""
+    earlier: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that say what the run is, as an earlier command left them; none in a new run."""
+
+    def fail(self, outcome: RunOutcome, cause: str = "") -> None:
+        """End a start that failed or was stopped: the run stays what it was before, and a finished one finished."""
+        _put_back(self.folder, self.earlier)
+        if _SUMMARY in self.earlier:
+            self.monitor.log.end(outcome, cause)
+            return
+        step = self.checkpoint.step if self.checkpoint is not None else 0
+        self.monitor.summarise(RunEnd(outcome=outcome, cause=cause, step=step, seconds=0.0), show=False)
 
 
 @contextlib.asynccontextmanager
@@ -61,9 +77,17 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
     if config.job == "local":
         colocated(config)  # refuses too few GPUs, before there is a folder
     folder, notes = choose_folder(config, recipe, config.out, code)
+    earlier = _earlier_records(folder)
     with contextlib.ExitStack() as stack:
         # The lock is taken before checkpoints are read or repaired, and held until everything else is closed.
         stack.callback(os.close, prepare_folder(folder, config, code))
+        ready: list[PreparedRun] = []
+
+        def undo() -> None:
+            if not ready:
+                _put_back(folder, earlier)
+
+        stack.callback(undo)
         # One pause for clock, deadlines and display, so that none of them counts its time.
         hold = Hold()
         clock = PhaseClock(paused_s=lambda: hold.seconds)
@@ -124,7 +148,30 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
             if warning:
                 log.warn(warning)
         faults.install()
-        yield PreparedRun(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor, mirror=mirror)
+        ready.append(
+            PreparedRun(
+                folder=folder,
+                checkpoints=checkpoints,
+                checkpoint=checkpoint,
+                monitor=monitor,
+                mirror=mirror,
+                earlier=earlier,
+            )
+        )
+        yield ready[0]
+
+
+def _earlier_records(folder: Path) -> dict[str, bytes]:
+    """Return the files of a run that a start writes anew, by name, and the summary of a finished run."""
+    with reading(folder):
+        names = [*SETTINGS, MODELS, *([_SUMMARY] if is_finished(folder) else [])]
+        return {name: (folder / name).read_bytes() for name in names if is_there(folder / name)}
+
+
+def _put_back(folder: Path, records: Mapping[str, bytes]) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the next command then says what differs
+        for name, content in records.items():
+            write_whole(folder / name, content)
 
 
 def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:

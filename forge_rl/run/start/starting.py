@@ -188,6 +188,8 @@ class Starting(Generic[C]):
                         # It may not replace the cancellation, on which the program's exit status depends.
                         except Exception as error:
                             monitor.log.warn(f"step {run.step} could not be saved: {error}")
+                    else:
+                        prepared.fail("stopped")
                     raise
                 except Exception as error:
                     # An error from another process carries that process's trace, which says more than this one's.
@@ -199,7 +201,7 @@ class Starting(Generic[C]):
                     if ending is not None:  # else the start failed, and there is no step to save
                         await ending.fail(error, cause)
                     else:
-                        monitor.log.end("failed", cause)
+                        prepared.fail("failed", cause)
                     raise
 
     def _code(self) -> dict[str, str]:
