@@ -3,8 +3,9 @@
 python -m recipes.agent_command --command "python my_agent.py"
 
 The command finds the policy through OPENAI_BASE_URL and OPENAI_API_KEY, or Anthropic's equivalents, and reads the task
-as JSON from stdin; the last line that it prints is scored. See agents/ask_twice.py for an example. With
---env harbor:FOLDER it works in the container of each task, whose tests are the reward: see agents/mini_swe.py.
+as JSON from stdin; what it prints is scored, or the "answer" of a JSON object in its last line. See agents/ask_twice.py
+for an example. With --env harbor:FOLDER it works in the container of each task, whose tests are the reward: see
+agents/mini_swe.py.
 """
 
 from __future__ import annotations

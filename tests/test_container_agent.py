@@ -16,6 +16,7 @@ from benchmarks.report import BenchmarkError
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.agent_command import AgentCommand
+from forge_rl.sandbox import SandboxError, shared_pool
 from forge_rl.types import Outcome, Sampling
 from forge_rl.worlds.container import Attempt, ContainerSession, JudgeSession
 from forge_rl.worlds.container_agent import ContainerAgents
@@ -125,6 +126,42 @@ def test_first_commands_at_once_share_a_session_and_one_that_comes_late_leaves_n
             await session.close()
 
     assert loop.run(work()) == 3.0, "all changes are in one session"
+
+
+def test_a_command_of_an_agent_that_is_cut_off_ends_with_its_container(loop: asyncio.Runner, folder: Path):
+    environment = build_environment(flag(folder))
+    [source] = sources_of(environment, 0).values()
+    agents, task = ContainerAgents(environment), source.draw()
+
+    async def work() -> tuple[int, int]:
+        pool = await shared_pool(profile="process", images=str(folder / "store"))
+        places = pool._places._value
+        async with agents.open(task) as container:
+            program = container.variables["FORGE_RL_CONTAINER"]
+            command = await asyncio.create_subprocess_exec(program, "exec", "x", "sleep", "1000")
+            while (session := container._session._session) is None or not session._sessions.counts["run"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            command.kill()
+            await command.wait()
+        await asyncio.sleep(1)  # in which a session that is rebuilt would take a place again
+        return places, pool._places._value
+
+    before, after = loop.run(work())
+    assert before == after
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_agent_whose_sandbox_fails_is_not_to_blame(
+    loop: asyncio.Runner, folder: Path, monkeypatch: pytest.MonkeyPatch, status: int
+):
+    async def execute(self: ContainerSession, *arguments: Any, **options: Any) -> None:
+        raise SandboxError("no sandbox is left")
+
+    monkeypatch.setattr(ContainerSession, "execute", execute)
+    code = f"{ASKS}\nask()\nimport subprocess, sys\nprogram = os.environ['FORGE_RL_CONTAINER']\n"
+    code += f"subprocess.run([program, 'exec', 'x', 'true']); sys.exit({status})"
+    episode = episode_of(loop, folder, python(code), ["Hi."])
+    assert (episode.outcome, episode.problem) == (Outcome.INFRASTRUCTURE_ERROR, "no sandbox is left")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.chaos import Config, children, kill_each, play_under_chaos, session_processes
-from forge_rl.sandbox import DurableSession, DurableSessions, Pool, SandboxError
+from forge_rl.sandbox import DurableSession, DurableSessions, Pool, PoolSession, SandboxError
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.pool import Profile
@@ -158,6 +158,41 @@ def test_a_fatal_or_slow_cell_is_a_result_and_is_not_kept(
         assert sessions.counts["run"] == 2 * ran
 
     with_sessions(sandbox, work, tmp_path)
+
+
+def test_a_session_that_is_closed_during_a_cell_is_not_rebuilt(sandbox: SharedPool):
+    async def work(sessions: DurableSessions) -> None:
+        session = sessions.open()
+        await session.run("import time")
+        running = asyncio.create_task(session.run("time.sleep(1000)"))
+        while sessions.counts["run"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await session.close()
+        with pytest.raises(SandboxError, match="it is closed"):
+            await asyncio.wait_for(running, 60)
+        # One that is closed while it waits for its processes ends them.
+        session = sessions.open()
+        opened, ready = asyncio.Event(), asyncio.Event()
+        nearest = sessions.nearest
+
+        async def late(*arguments: Any) -> tuple[PoolSession, int]:
+            session_and_place = await nearest(*arguments)
+            opened.set()
+            await ready.wait()
+            return session_and_place
+
+        sessions.nearest = late  # type: ignore[method-assign]
+        running = asyncio.create_task(session.run("1"))
+        await opened.wait()
+        await session.close()
+        ready.set()
+        with pytest.raises(SandboxError, match="it is closed"):
+            await asyncio.wait_for(running, 60)
+
+    places = sandbox.pool._places._value
+    with_sessions(sandbox, work)
+    assert sandbox.pool._places._value == places
 
 
 def test_sets_have_the_same_order_in_every_server(sandbox: SharedPool):

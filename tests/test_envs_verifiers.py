@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 
 import forge_rl.worlds.verifiers
+from benchmarks.ports import unused_port
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.gateway import GatewayConfig, Session
@@ -118,6 +123,78 @@ async def test_a_worker_that_dies_or_hangs_is_replaced_and_replayed(
         async with asyncio.timeout(30):
             while not await again():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
+
+
+async def test_a_worker_that_does_not_start_again_is_infrastructure(peer: str, tmp_path: Path, nothing_left: None):
+    environment = VerifiersEnv("sums", VerifiersSettings(python=peer))
+    task = task_of(environment)
+    async with environment.serving(tmp_path):
+        pid = int((await environment.agent(task, POLICY)).parts["pid"])
+        Path(peer).write_text("#!/bin/false\n")  # noqa: ASYNC240
+        os.kill(pid, signal.SIGKILL)
+        problem = ""
+        async with asyncio.timeout(60):
+            while "did not start" not in problem:
+                try:
+                    await environment.agent(task, POLICY)
+                except ReplicaError as error:
+                    problem = str(error)
+                await asyncio.sleep(0.01)
+
+
+RELAYED = """
+import os, socket, sys
+connections, answers = [], 0
+for _ in range(40):
+    connections.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10))
+    connections[-1].sendall(b"x")
+    try:
+        answers += connections[-1].recv(1) == b"x"
+    except OSError:
+        pass
+mine = [pid for pid in os.listdir("/proc") if pid.isdigit() and os.stat(f"/proc/{pid}").st_uid == os.getuid()]
+print(answers, len(mine))
+"""
+
+
+# One that other users may run, unlike that of an environment in root's home.
+SYSTEM_PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or SYSTEM_PYTHON is None, reason="needs root, and a Python for all users")
+def test_connections_of_a_confined_program_count_as_its_processes():
+    launcher = Path(forge_rl.worlds.verifiers.__file__).parent / "peers" / "confined_program.py"
+    port = unused_port()
+
+    def echo(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1):
+                connection.sendall(data)
+
+    def serve(host: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=echo, args=(host.accept()[0],), daemon=True).start()
+
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as host:
+        Path(folder).chmod(0o711)
+        path = Path(folder) / "s"
+        host.bind(str(path))
+        path.chmod(0o666)
+        host.listen()
+        threading.Thread(target=serve, args=(host,), daemon=True).start()
+        settings = {"uid": 0x50012345, "ports": {str(port): str(path)}, "processes": 12, "filter": ""}
+        settings |= {"variables": ["PATH"], "home": "/"}
+        command = [sys.executable, "-I", "-S", launcher, json.dumps(settings), SYSTEM_PYTHON, "-c", RELAYED, str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            answers, processes = map(int, process.communicate(timeout=60)[0].split())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        host.shutdown(socket.SHUT_RDWR)
+    assert 0 < answers < 12
+    assert processes <= 12
 
 
 def test_an_environment_that_cannot_be_loaded_says_why(peer: str):

@@ -178,3 +178,10 @@ def test_a_call_that_is_drafted_in_a_thought_is_no_call():
         content, calls = asyncio.run(parser.parse(turn, [tool]))
         assert [json.loads(call.arguments) for call in calls] == [{"file": "a"}] * count
         assert content == ("" if count else "No.")
+
+
+async def test_a_call_with_lone_surrogates_has_text_that_a_prompt_can_hold():
+    text = '<tool_call>\n{"name": "a\\ud800", "arguments": {"b": "\\udfff"}}\n</tool_call>'
+    turn = Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text)
+    _, (call,) = await ToolParser("hermes", tokenizer()).parse(turn, TOOLS)
+    assert (call.name, json.loads(call.arguments)) == ("a?", {"b": "?"})

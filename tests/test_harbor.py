@@ -13,8 +13,9 @@ import pytest
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.types import Task
 from forge_rl.worlds.harbor import read_tasks
-from forge_rl.worlds.harbor_trial import parsed_reward
+from forge_rl.worlds.harbor_trial import memory_bytes, parsed_reward
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
 IMAGE = 'schema_version = "1.4"\n[task]\nname = "acme/sort"\n[environment]\ndocker_image = "ubuntu:24.04"\n'
@@ -93,12 +94,24 @@ async def test_tasks_that_need_a_container_are_refused_or_left_out(tmp_path: Pat
         ("[task\n", "Do it.", r"task.toml cannot be read: .*line 1"),
         ("", None, "has no instruction"),
         ("[[steps]]\n", "Do it.", "has no instruction: KeyError"),
+        ('environment = "x"', "Do it.", "task.toml: .* are tables"),
+        ('[environment]\nmemory = "2"', "Do it.", "task.toml: the memory is '2', not a size such as '2G'"),
+        ('[environment]\nmemory_mb = "much"', "Do it.", "task.toml: the memory is 'much'"),
+        ("[verifier]\ntimeout_sec = -1", "Do it.", "task.toml: .*timeout_sec. is -1"),
     ],
 )
 def test_a_task_that_cannot_be_read_names_its_file(tmp_path: Path, toml: str, instruction: str | None, message: str):
     make_task(tmp_path / "a", toml, instruction)
     with pytest.raises(TaskError, match=message):
         build_environment(f"harbor:{tmp_path}")
+
+
+def test_a_task_of_another_source_is_refused_by_name(tmp_path: Path):
+    make_task(tmp_path / "a", IMAGE)
+    other = Task(id="1", source="sums", messages=({"role": "user", "content": "1 + 1"},))
+    with pytest.raises(TaskError, match="'1' of 'sums' is none of --env harbor") as caught:
+        build_environment(f"harbor:{tmp_path}")(other)
+    assert "omit --tasks" in caught.value.hint
 
 
 def test_a_folder_without_tasks_and_two_of_one_name_are_refused(tmp_path: Path):
@@ -187,6 +200,22 @@ def test_a_script_without_a_reward_is_an_error_and_one_that_hangs_is_0(
         return
     with pytest.raises(TaskError, match=f"(?s)reward.*{reward}"):
         played(loop, folder)
+
+
+def test_tests_that_cannot_judge_what_the_model_left_score_it_0(loop: asyncio.Runner, tmp_path: Path):
+    script = "#!/bin/sh\n[ -e list ] && echo 0.5 > /logs/verifier/reward.txt\n"
+    folder = make_task(tmp_path / "a", CONFIG, environment__list="1", tests__test_sh=script)
+    assert played(loop, folder, "true")[-1].reward == 0.5
+    assert played(loop, folder, "rm list")[-1].reward == 0.0
+    assert played(loop, folder, "head -c 200M /dev/zero > full")[-1].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("environment", "mib"),
+    [({}, 7), ({"memory_mb": 512}, 512), ({"memory": "2G"}, 2048), ({"memory": "1.5g"}, 1536), ({"memory": "64M"}, 64)],
+)
+def test_memory_is_a_number_of_mib_or_a_text_with_a_unit(environment: dict[str, object], mib: int):
+    assert memory_bytes(environment, 7) == mib << 20
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"a": "1"}', '{"a": 1e999}', "nan", "[" * 9999])

@@ -8,12 +8,17 @@ import os
 import pickle
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import uvicorn
 
 from benchmarks.ports import unused_port
 from forge_rl.envs.env_flag import build_environment
@@ -166,6 +171,136 @@ async def test_a_hung_shared_server_is_replaced_and_a_slow_one_is_not(server: st
     assert number == "2", "the episode goes on, with the same new server"
     assert second != first
     await env._shared[0].close()
+
+
+async def test_arguments_that_cannot_be_sent_are_told_and_end_no_connection(server: str):
+    env = McpEnv(server, timeout_s=60.0)
+    one, two = await opened(env), await opened(env)
+    assert (await call(one, "count")).split()[0] == "1"
+    assert (await call(one, "add", a="\ud800", b=1)).startswith("error: the arguments of add cannot be sent: ")
+    nested = json.loads("[" * 300 + "]" * 300)
+    assert (await call(one, "add", a=nested, b=1)).startswith("error: the arguments of add cannot be sent: ")
+    assert (await call(two, "count")).split()[0] == "2", "both episodes still have the same server"
+    await env._shared[0].close()
+
+
+async def test_an_error_of_a_tool_is_recorded_as_one(server: str):
+    env = McpEnv(server, timeout_s=60.0)
+    wrong = ToolCall(id="c", name="add", arguments='{"a": "x"}')
+    step = await (await opened(env)).step("", truncated=False, calls=[wrong])
+    assert step.calls[0].error == step.messages[0]["content"]
+    assert step.calls[0].error.startswith("error: ")
+    await env._shared[0].close()
+
+
+DEAF = """
+import json, sys, time
+def reply(result): print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["method"] == "initialize":
+        info = {"name": "deaf", "version": "1"}
+        reply({"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info})
+    elif request["method"] == "tools/list":
+        reply({"tools": [{"name": "write", "inputSchema": {"type": "object"}}]})
+        time.sleep(1000)
+    elif "id" in request:
+        error = {"code": -32601, "message": "unknown"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
+"""
+
+
+async def test_calls_to_a_server_that_reads_nothing_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "deaf.py").write_text(DEAF)
+    monkeypatch.setattr("mcp.shared.jsonrpc_dispatcher._ABANDON_WRITE_TIMEOUT", 0.1)
+    monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
+    command = shlex.join([sys.executable, str(tmp_path / "deaf.py")])
+    session = await opened(McpEnv(command, per="session", timeout_s=0.5))
+    async with asyncio.timeout(60):
+        # More than a pipe holds: the second request cannot be written.
+        for _ in range(2):
+            assert await call(session, "write", text="x" * (1 << 20)) == "error: write took longer than 0.5 s"
+    await session.close()
+
+
+class Legacy:
+    """A server of the protocol with sessions, over HTTP, which can forget its session as one that started again."""
+
+    def __init__(self) -> None:
+        self.session = "1"
+
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        body = b""
+        while (event := await receive()).get("more_body") or event.get("body"):
+            body += event["body"]
+            if not event.get("more_body"):
+                break
+        request = json.loads(body or "{}")
+        session = dict(scope["headers"]).get(b"mcp-session-id", b"").decode()
+        status, answer = self.answer(request, session)
+        headers = [(b"content-type", b"application/json")]
+        headers += [(b"mcp-session-id", self.session.encode())] * (request.get("method") == "initialize")
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        text = json.dumps({"jsonrpc": "2.0", "id": request.get("id"), **answer}) if answer else ""
+        await send({"type": "http.response.body", "body": text.encode()})
+
+    def answer(self, request: dict[str, Any], session: str) -> tuple[int, dict[str, Any]]:
+        """Return the status and the answer to a request."""
+        method = request.get("method", "")
+        if method == "initialize":
+            info = {"name": "legacy", "version": "1"}
+            return 200, {"result": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": info}}
+        if "id" not in request:
+            return 202 if method else 405, {}
+        if method not in ("tools/list", "tools/call"):
+            return 200, {"error": {"code": -32601, "message": "unknown"}}
+        if session != self.session:
+            return 404, {}
+        if method == "tools/list":
+            number = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+            tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("add", "busy", "broken")]
+            return 200, {"result": {"tools": [*tools, {**tools[0], "name": "typed", "outputSchema": number}]}}
+        content = [{"type": "text", "text": "5"}]
+        return 200, {
+            "add": {"result": {"content": content}},
+            "busy": {"error": {"code": -32000, "message": "too many requests"}},
+            "broken": {"result": {"content": 5}},
+            "typed": {"result": {"content": content, "structuredContent": {"sum": "five"}}},
+        }[request["params"]["name"]]
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    running = asyncio.ensure_future(server.serve(sockets=[listening]))
+    try:
+        yield f"http://me:secret@127.0.0.1:{listening.getsockname()[1]}/mcp"
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def test_errors_of_a_tool_are_text_and_a_session_that_the_server_forgot_is_replaced():
+    legacy = Legacy()
+    async with serving(legacy) as url:
+        env = McpEnv(url, timeout_s=60.0)
+        session = await opened(env)
+        assert await call(session, "add") == "5"
+        assert await call(session, "busy") == "error: too many requests"
+        for name in ("broken", "typed"):
+            assert (await call(session, name)).startswith(f"error: {name} returned an invalid result: ")
+        assert await call(session, "add") == "5"
+        first = env._shared[0]
+        legacy.session = "2"
+        with pytest.raises(ReplicaError, match="died during a call of add") as caught:
+            await call(session, "add")
+        assert "secret" not in str(caught.value)
+        assert await call(await opened(env), "add") == "5"
+        assert env._shared[0] is not first
+        await env._shared[0].close()
 
 
 async def test_a_server_over_http_is_waited_for_and_may_come_back(server: str):

@@ -161,6 +161,55 @@ async def test_server_tools_reach_the_model_and_no_call_ends_the_episode():
         await session.close()
 
 
+class Busy(Peer):
+    async def talk(self, connection: ServerConnection) -> None:
+        async for text in connection:
+            self.asked.append(json.loads(text))
+            if len(self.asked) > 1:
+                time.sleep(0.5)  # noqa: ASYNC251 -- as a step of any session may hold up the server's loop
+            await connection.send(json.dumps({"type": "observation", **self.answers.pop(0)}))
+
+
+async def test_a_server_that_is_too_busy_to_answer_pings_loses_no_session(monkeypatch: pytest.MonkeyPatch):
+    connect, ready, ended = websockets.connect, threading.Event(), threading.Event()
+    peer = Busy(TEXT, [seen(text="Begin."), seen(text="more")])
+
+    async def hold() -> None:
+        async with running(peer):
+            ready.set()
+            await asyncio.to_thread(ended.wait)
+
+    def impatient(address: str, **settings: Any) -> Any:
+        return connect(address, **{"ping_interval": 0.05, "ping_timeout": 0.05, **settings})
+
+    monkeypatch.setattr(websockets, "connect", impatient)
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(lambda: asyncio.run(hold()))
+        try:
+            await asyncio.to_thread(ready.wait)
+            session = OpenEnvFactory(peer.url)(TASK)
+            await session.reset()
+            assert (await session.step("x", truncated=False, calls=())).messages[0]["content"] == "more"
+            await session.close()
+        finally:
+            ended.set()
+        serving.result()
+
+
+async def test_lone_surrogates_are_refused_in_actions_and_replaced_in_replies():
+    answers = [seen(board="\ud800"), seen(board="a\udfffb", turn=1)]
+    async with running(Peer(MOVE, answers)) as peer:
+        session = OpenEnvFactory(peer.url)(TASK)
+        observation = await session.reset()
+        assert '{"board": "?"}' in str(observation.messages[-1]["content"])
+        refusal = await session.step(r'{"x": "\ud800"}', truncated=False, calls=())
+        assert str(refusal.messages[0]["content"]).startswith("error: the action is not JSON")
+        step = await session.step('{"x": 1}', truncated=False, calls=())
+        assert step.messages[0]["content"] == '{"board": "a?b", "turn": 1}'
+        await session.close()
+    assert [request["type"] for request in peer.asked] == ["reset", "step"]
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_server_that_goes_away_in_an_episode_is_infrastructure(late: bool):
     async with running(Peer(TEXT, [seen(text="Begin."), {"type": "gone"}])) as peer:

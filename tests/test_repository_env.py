@@ -12,6 +12,7 @@ import pytest
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.sandbox import SandboxError, shared_pool
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import ToolCall
 from forge_rl.worlds.repository import RepositoryEnv
@@ -54,18 +55,16 @@ def environment(repository: Path, packages: Path, tmp_path: Path) -> RepositoryE
 
 def played(environment: RepositoryEnv, *completions: str) -> list[Step]:
     """Play an episode of the first task; skips where this machine cannot isolate sessions."""
-    from forge_rl.sandbox import SandboxError
 
     async def main() -> list[Step]:
-        [source] = sources_of(environment, 0).values()
+        try:
+            [source] = sources_of(environment, 0).values()
+        except SandboxError as error:
+            pytest.skip(str(error))
         env = environment(source.draw())
         try:
             assert "```sh" in (await reset_env(env)).messages[0]["content"]
             return [await step_env(env, each, parsed=(each, ())) for each in completions]
-        except SandboxError as error:
-            if "isolate" in str(error):
-                pytest.skip(str(error))
-            raise
         finally:
             await env.close()
 
@@ -200,7 +199,7 @@ def test_rows_of_swe_bench_are_read(tmp_path: Path):
         "base_commit": "1" * 40,
         "problem_statement": "It fails.",
         "instance_id": "owner__name-1",
-        "FAIL_TO_PASS": '["tests/a.py::b"]',
+        "FAIL_TO_PASS": '["tests/a.py::b", "tests/a.py::c[1]", "tests/a.py::d[no", "tests/a.py::d[or"]',
         "PASS_TO_PASS": "[]",
         "test_patch": "diff --git a/x b/x\n",
     }
@@ -208,7 +207,8 @@ def test_rows_of_swe_bench_are_read(tmp_path: Path):
     [task] = RepositoryEnv(str(tmp_path / "swe.jsonl"), store=str(tmp_path)).tasks
     assert (task.id, task.messages[0]["content"]) == ("owner__name-1", "It fails.")
     assert task.truth["repository"] == "https://github.com/owner/name"
-    assert (task.truth["tests"], task.truth["revision"]) == (["tests/a.py::b"], "1" * 40)
+    assert task.truth["tests"] == ["tests/a.py::b", "tests/a.py::c[1]", "tests/a.py::d"]
+    assert task.truth["revision"] == "1" * 40
 
 
 @pytest.mark.parametrize(
@@ -232,3 +232,29 @@ def test_what_cannot_be_read_is_named(text: str, options: str, error: type, said
     (tmp_path / "tasks.jsonl").write_text(text)
     with pytest.raises(error, match=said):
         build_environment(f"repository:{tmp_path / 'tasks.jsonl'}{options}")
+
+
+def test_rows_and_their_strings_may_have_any_character_of_json(tmp_path: Path):
+    row = {"repository": "x", "revision": "r", "problem": "a\u2028b\x85c", "tests": ["a"]}
+    (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n\n")
+    [task] = RepositoryEnv(str(tmp_path / "tasks.jsonl"), store=str(tmp_path)).tasks
+    assert task.messages[0]["content"] == row["problem"]
+
+
+async def test_an_episode_that_is_cancelled_while_its_session_starts_keeps_no_place(
+    environment: RepositoryEnv, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("forge_rl.worlds.repository._START", "import time\nprint({packages!r})\ntime.sleep(1000)")
+    pool = await shared_pool(environment.package_folders)
+    places = pool._places._value
+    env = environment(environment.tasks[0])
+    await reset_env(env)
+    running = asyncio.ensure_future(env.session.run("true"))
+    while pool._places._value == places:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # until the session runs what it is started with
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await env.close()
+    assert pool._places._value == places

@@ -9,10 +9,12 @@ import pytest
 
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
+from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import shared_pool
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import Task, ToolCall
+from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
 TASK = Task(id="1", source="s", messages=({"role": "user", "content": "?"},))
@@ -125,3 +127,25 @@ def test_a_fork_has_a_session_of_its_own(loop: asyncio.Runner) -> None:
         return [step.messages[0]["content"] for step in shown]
 
     assert loop.run(work()) == ["Output:\n6\n7", "Output:\n6"]
+
+
+async def test_calls_are_not_run_once_others_have_taken_the_time_of_their_completion():
+    class Slow(CodeSession):
+        async def run(self, commands: str) -> str:
+            """Run commands."""
+            await asyncio.sleep(0.2)
+            return commands
+
+        async def fork(self) -> CodeSession:
+            return self
+
+        async def close(self) -> None: ...
+
+    settings = CodeSettings(flag="--env shell:", max_turns=3, timeout_s=0.1)
+    tool = Tool(Slow.run, is_method=True, alias="shell")
+    world = CodeWorld(settings, TASK, tool=tool, session=Slow())
+    calls = [ToolCall(id=str(place), name="shell", arguments=f'{{"commands": "{place}"}}') for place in range(4)]
+    step = await world.step("", truncated=False, calls=calls)
+    refusal = "error: not run, as the calls before it took 0.1 s"
+    assert [message["content"] for message in step.messages] == ["0", "1", refusal, refusal]
+    assert [call.error for call in step.calls] == ["", "", refusal, refusal]

@@ -16,7 +16,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.worlds.swebench import SweBenchEnv
-from forge_rl.worlds.swebench_rows import statuses_of, with_exit_code
+from forge_rl.worlds.swebench_rows import END, EXIT_CODE, START, statuses_of, with_exit_code
 from tests.container_images import DEBIAN, PYTHON, host_layer, layer, packages_layer, written_layout
 from tests.sandbox_pool import loop_with_pool, only_pytest
 from tests.swebench_tasks import FUNCTIONS, SHELL_TEST, fix, repository_files, tricks, write_rows
@@ -84,7 +84,8 @@ def test_the_rows_own_script_scores_what_the_model_changed(
 def test_images_are_named_as_data_sets_name_them(tmp_path: Path):
     row = {"instance_id": "Astropy__astropy-12907", "problem_statement": "x", "FAIL_TO_PASS": '["a.py::b"]'}
     r2e = {"repo_name": "pillow", "commit_hash": "ab12", "docker_image": "namanjain12/pillow_final:ab12"}
-    r2e |= {"problem_statement": "x", "expected_output_json": '{"Test.a": "PASSED", "Test.b": "FAILED"}'}
+    outcomes = r'{"Test.\u001b[1ma\u001b[0m": "PASSED", "Test.b": "FAILED"}'
+    r2e |= {"problem_statement": "x", "expected_output_json": outcomes}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n\n{json.dumps(r2e)}\n")
     first, second = (task.truth for task in SweBenchEnv(str(tmp_path / "rows.jsonl")).tasks)
     assert first["image"] == "swebench/sweb.eval.x86_64.astropy_1776_astropy-12907:latest"
@@ -115,6 +116,18 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path, text: str, message: 
         SweBenchEnv(str(tmp_path / "rows.jsonl"))
 
 
+def test_a_script_keeps_the_characters_of_the_patch_that_it_applies(tmp_path: Path):
+    patch = "--- a/t.py\n+++ b/t.py\n@@ -1 +1 @@\n-a\r\n+b\x0c\u2028\r\n"
+    script = f"git apply - <<'END'\n{patch}END\n: '{START}'\npytest\n: '{END}'\n"
+    row = {"instance_id": "a__b-1", "problem_statement": "x\u2028y", "FAIL_TO_PASS": ["t.py::t"]}
+    rows = [{**row, "eval_script": script}, {**row, "instance_id": "a__b-2", "test_patch": patch}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    tasks = SweBenchEnv(str(tmp_path / "rows.jsonl")).tasks
+    assert [task.prompt for task in tasks] == ["x\u2028y"] * 2
+    assert all(f"\n{patch}" in str(task.truth["script"]) for task in tasks)
+    assert str(tasks[0].truth["script"]).endswith(f": '{END}'\necho \"{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE\"\n")
+
+
 def test_files_without_rows_are_refused(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="has no tasks"):
@@ -128,6 +141,14 @@ def test_outcomes_are_read_from_the_lines_that_pytest_prints():
     expected = {"a.py::T::b": "PASSED", "a.py::c": "FAILED", "d.py": "ERROR", "[1] e.py:1: no": "SKIPPED"}
     assert statuses_of(log, short_names=False) == expected
     assert statuses_of(log, short_names=True)["T.b"] == "PASSED"
+    # As the data sets name them: up to the first space.
+    log = "PASSED a.py::t[no args]\nPASSED a.py::t[x - y]\n"
+    log += "PASSED a.py::u[a b]\nFAILED a.py::u[a c] - no\nPASSED a.py::u[a d]\n"
+    statuses = statuses_of(log, short_names=False)
+    assert [statuses[name] for name in ("a.py::t[no", "a.py::t[x", "a.py::t[x - y]")] == ["PASSED"] * 3
+    assert (statuses["a.py::u[a"], statuses["a.py::u[a d]"]) == ("FAILED", "PASSED")
+    coloured = "\x1b[32mPASSED\x1b[0m a.py::T::\x1b[1mb[x - y]\x1b[0m\n"
+    assert statuses_of(coloured, short_names=True) == {"T.b[x - y]": "PASSED"}
     lines = with_exit_code("a\n: '>>>>> Start Test Output'\nb\n: '>>>>> End Test Output'\nc\n").splitlines()
     assert lines[3:6] == [
         "SWEBENCH_TEST_EXIT_CODE=$?",

@@ -7,9 +7,11 @@ import json
 import pickle
 import sqlite3
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +145,7 @@ def game_task(number: int, **options: int) -> tuple[GuessNumber, Task]:
         (["10", "5", "12"], ["Higher.", "Higher.", ""], [0.1, 0.0, 1.0], 1.0),  # 5 was ruled out
         (["?", "99", "x"], ["Write a number from 1 to 20.", "Lower.", ""], [0.0, 0.0, 0.0], 0.0),
         (["11", "13", "14"], ["Higher.", "Lower.", ""], [0.1, 0.1, 0.0], 0.0),
+        (["10" * 9 + "12", "9" * 5000, "12"], ["Lower.", "Lower.", ""], [0.0, 0.0, 1.0], 1.0),  # not 12 at its end
     ],
 )
 async def test_a_game_credits_each_guess_that_is_still_possible(answers, replies, rewards, won):
@@ -218,6 +221,38 @@ def test_a_game_of_textarena_is_played_to_its_end():
         build_environment("textarena:Nothing-v0")
 
 
+def test_games_that_start_at_once_leave_stderr_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    barrier, first_done = threading.Barrier(2), threading.Event()
+
+    class Game:
+        def reset(self, num_players: int, seed: int) -> None:
+            if seed:
+                barrier.wait(60)
+            if seed == 2:
+                assert first_done.wait(60)
+
+        def get_observation(self) -> tuple[int, list[tuple[int, str]]]:
+            return 0, [(-1, "Guess.")]
+
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda name: Game()))
+    arena = build_environment("textarena:Stand-in-v0")
+    stderr = sys.stderr
+
+    async def main() -> None:
+        first, second = (
+            asyncio.ensure_future(arena(Task(id="1", source="s", messages=(), truth={"seed": seed})).reset())
+            for seed in (1, 2)
+        )
+        await first
+        first_done.set()
+        await second
+
+    asyncio.run(main())
+    assert sys.stderr is stderr
+    with pytest.raises(ConfigError, match="--env textarena:max_turns is 0"):
+        build_environment("textarena:Stand-in-v0,max_turns=0")
+
+
 # A simulated user
 
 Reply = Callable[[dict[str, Any]], tuple[int, object]]
@@ -234,7 +269,7 @@ def endpoint(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             seen.append({**request, "key": self.headers["Authorization"]})
             status, content = reply(request)
             message = {"role": "assistant", "content": content}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop" if content else "length"}
             body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
             text = json.dumps(body).encode()
             self.send_response(status)
@@ -297,6 +332,10 @@ def test_an_endpoint_that_fails_is_an_error_of_the_environment():
         with pytest.raises(ForgeError, match="the simulated user m failed: Error code: 500"):
             asyncio.run(play(user, BOOKING, ["a"], truncated=False))
         assert len(seen) == 2
+    with endpoint(lambda request: (200, "")) as (url, _):
+        user = SimulatedUser(model="m", base_url=url, api_key_env="", max_tokens=7)
+        with pytest.raises(ForgeError, match="the simulated user m wrote no message within 7 tokens"):
+            asyncio.run(play(user, BOOKING, ["a"], truncated=False))
     closed = threading.Event()
 
     def slow(request: dict[str, Any]) -> tuple[int, object]:

@@ -113,6 +113,19 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
     ], held_out
 
 
+def check_own_task(task: Task, key: str, flag: str) -> None:
+    """Check that a task is one of an environment's own, whose truth has a key.
+
+    Raises:
+        TaskError: it is not; names the flag of the environment.
+    """
+    if key not in task.truth:
+        raise TaskError(
+            f"the task {task.id!r} of {task.source!r} is none of {flag}",
+            hint=f"omit --tasks and --eval-tasks: {flag} has its own tasks",
+        )
+
+
 def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> TaskList:
     """Make a source of tasks that consist of an environment seed in `truth`; the held-out tasks have the first seeds.
 

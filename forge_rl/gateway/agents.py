@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError
+from forge_rl.errors import ContextError, ForgeError, InfrastructureError, PoisonError, ReplicaError
 from forge_rl.flags.user_code import line_of
 from forge_rl.gateway.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.gateway.errors import ENDS_ENGINES
@@ -42,11 +42,12 @@ _LOOKS = 50
 """Number of checks of an episode's own time before its deadline."""
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
-"""Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
-for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
-ReplicaError means that such a process died, and the episode is retried. It must end when it is cancelled; one that is
-named, as MODULE:FUNCTION, has a process of its own and is ended with it. If one in this process ignores its
-cancellation, its coroutine is ended, but threads and tasks that it started continue."""
+"""Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score,
+None for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a
+process; a ReplicaError means that such a process died, an InfrastructureError that a sandbox failed, and the episode
+is retried. It must end when it is cancelled; one that is named, as MODULE:FUNCTION, has a process of its own and is
+ended with it. If one in this process ignores its cancellation, its coroutine is ended, but threads and tasks that it
+started continue."""
 
 _LEFT_HINT = (
     "let it raise CancelledError (`except Exception:` does, `except:` does not), or start it with "
@@ -153,7 +154,7 @@ class AgentEpisodeRunner:
         except AgentError as error:
             failure = error.message
         except Exception as error:
-            died = isinstance(error, ReplicaError)
+            died = isinstance(error, ReplicaError | InfrastructureError)
             failure = str(error) if died else f"the agent raised {type(error).__name__}: {error}{_line_of(error)}"
         finally:
             session.close()

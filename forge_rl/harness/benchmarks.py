@@ -150,7 +150,7 @@ def _answers(path: Path) -> dict[str, object]:
     if path.stat().st_size > _MOST_ANSWERS_BYTES:
         raise TaskError(f"{path} has {path.stat().st_size} bytes", hint="give the leaderboard's own file")
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
         return {str(row["id"]): row["ground_truth"] for row in rows}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise TaskError(f"{path} cannot be read: {error!r}", hint="give the leaderboard's own file") from error

@@ -373,6 +373,7 @@ class DurableSession:
         """Use the session's processes, or new ones if they are lost; return the processes and the result."""
         failures = 0
         while True:
+            self._check()  # it may have been closed meanwhile, and would get processes that nobody closes
             try:
                 live = await self._caught_up()
                 async with live.lock:
@@ -396,6 +397,9 @@ class DurableSession:
             live = None
         if live is None:
             session, self._done = await self._sessions.nearest(self._keys, self.limits, self.image)
+            if self._ended:  # closed while it waited for these processes
+                await session.close()
+                self._check()
             live = self._live = _SessionState(session, self._keys[self._done])
             if self._lost:
                 self._sessions.counts["rebuilt"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection
 
 PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
@@ -20,7 +21,7 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
     """
     blocks: list[str] = []
     fence, language, lines = "", "", list[str]()
-    for line in text.splitlines():
+    for line in _lines(text):
         mark = _fence(line)
         if not fence:
             if mark:
@@ -43,7 +44,12 @@ def last_code(text: str, languages: Collection[str] = PYTHON) -> str | None:
     blocks = fenced_code(text, languages)
     if blocks:
         return blocks[-1]
-    return None if any(map(_fence, text.splitlines())) else text
+    return None if any(map(_fence, _lines(text))) else text
+
+
+def _lines(text: str) -> list[str]:
+    """Split a text at ends of lines, and not as `splitlines` also at characters that a string of code may have."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
 
 
 def _fence(line: str) -> str:

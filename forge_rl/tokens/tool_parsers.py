@@ -238,9 +238,18 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
     if request.parallel_tool_calls is False:
         calls = (calls or [])[:1]
     return content or "", tuple(
-        ToolCall(id=call.id or f"call_{secrets.token_hex(12)}", name=call.name, arguments=call.arguments)
+        ToolCall(
+            id=_encodable(call.id or f"call_{secrets.token_hex(12)}"),
+            name=_encodable(call.name),
+            arguments=_encodable(call.arguments),
+        )
         for call in calls or ()
     )
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a model can write as JSON escapes and no prompt can hold, by question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:

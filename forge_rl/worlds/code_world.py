@@ -34,7 +34,8 @@ class CodeSettings:
     max_turns: int
     """Maximum completions per episode."""
     timeout_s: float
-    """Seconds that the code of one completion may run."""
+    """Seconds that the code of one completion may run. Each of its calls may take as long, and no further one is run
+    once those after the first have taken it together."""
     max_output_chars: int = 4000
     """Maximum characters of an output; the middle of a longer one is cut."""
     instruction: str = ""
@@ -121,7 +122,12 @@ class CodeWorld:
             return Step(done=False, messages=messages, calls=(finished_call,))
         if not calls:
             return Step(done=False, messages=({"role": "user", "content": UNREADABLE_CALL},))
-        pairs = [await self._run(call) for call in calls]
+        pairs, spent_s = list[tuple[str, ToolCall]](), 0.0
+        for call in calls:
+            # The time of the first call is no measure of its code, as it may have waited for a session.
+            text, finished_call = await self._run(call) if spent_s < self._settings.timeout_s else self._refusal(call)
+            spent_s += (finished_call.seconds or 0.0) if pairs else 0.0
+            pairs.append((text, finished_call))
         return Step(
             done=False,
             messages=tuple(
@@ -162,6 +168,11 @@ class CodeWorld:
         text = clipped(text, self._settings.max_output_chars)
         error_text = text if text.startswith("error: ") else ""
         return text, replace(call, seconds=time.monotonic() - start_time, error=error_text, cached=was_kept)
+
+    def _refusal(self, call: ToolCall) -> tuple[str, ToolCall]:
+        """Refuse a call, as those before it in its completion have taken the time of all."""
+        text = f"error: not run, as the calls before it took {self._settings.timeout_s:g} s"
+        return text, replace(call, error=text)
 
     async def _end(self, answer: str) -> Step:
         # Python and the plain shell leave the score to the run's reward.

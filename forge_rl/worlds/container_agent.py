@@ -69,7 +69,7 @@ class AgentContainer:
 
     def __init__(self, session: ContainerSession, program: Path) -> None:
         self._session = session
-        self._failure: ForgeError | None = None
+        self.failure: ForgeError | None = None
         """First error that kept a command from running, if any."""
         self.variables = {"FORGE_RL_CONTAINER": str(program)}
         """Environment variables for the agent's process."""
@@ -80,8 +80,8 @@ class AgentContainer:
         Raises:
             ForgeError: a command of the agent, or the tests, could not be run.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         reward, parts = await self._session.score()
         return Score(total=reward, parts=parts)
 
@@ -104,7 +104,7 @@ class AgentContainer:
             result = await self._session.execute(command, env=env, folder=folder)
         except ForgeError as error:
             # The agent only sees a failed command; `score` raises the first error, so that the policy is not blamed.
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             return _response(_INVALID, stderr=f"{error.message}\n")
         if result is None:
             return _response(_KILLED, stderr="files and processes exceeded the memory limit; the container has ended\n")
@@ -127,9 +127,15 @@ async def agent_container(session: ContainerSession) -> AsyncIterator[AgentConta
         # For this user only, as is the folder with the socket.
         program.chmod(0o700)
         container = AgentContainer(session, program)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
             server = await asyncio.start_unix_server(container.answer, path, limit=_REQUEST_BYTES)
-            async with server:
+            await stack.enter_async_context(server)
+            # Closed first, which ends the commands of an agent that was cut off: the server may wait for them.
+            stack.push_async_callback(session.close)
+            try:
                 yield container
-        finally:
-            await session.close()
+            except ForgeError as error:
+                # An agent that fails after its container has failed is not to blame.
+                if container.failure not in (None, error):
+                    raise container.failure from error
+                raise

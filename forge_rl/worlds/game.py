@@ -14,6 +14,7 @@ from forge_rl.types import Task
 
 _MOST_TASKS = 1000
 _HELD_OUT_SHARE = 0.25
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class GuessNumber:
     """See `EnvFactory`."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--env game: ", minimum={"highest": 2, "max_turns": 1})
+        limits = {"minimum": {"highest": 2, "max_turns": 1}, "maximum": {"highest": 10 ** (_MOST_DIGITS - 1)}}
+        check_flags(self, "--env game: ", **limits)
 
     def __call__(self, task: Task) -> GuessingGame:
         return GuessingGame(self, task)
@@ -76,9 +78,10 @@ class GuessingGame:
 
     async def step(self, completion: str) -> Step:
         self._turns += 1
-        numbers = re.findall(r"\d{1,9}", completion)
-        # The last number, as a model may reason before it guesses. 0 is never possible.
-        guess = int(numbers[-1]) if numbers else 0
+        numbers = re.findall(r"\d+", completion)
+        # The last number, as a model may reason before it guesses; more digits are too many for any game, and for int.
+        # 0 is never possible.
+        guess = int(numbers[-1][:_MOST_DIGITS]) if numbers else 0
         if guess == self._number:
             return Step(done=True, reward=1.0, parts={"won": 1.0})
         # The bounds follow from the replies: a guess outside of them ignores what the model was told.

@@ -11,7 +11,7 @@ from typing import Any
 
 from forge_rl.envs.protocol import Env
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.task_list import TaskList, check_own_task, split
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
@@ -23,7 +23,7 @@ from forge_rl.worlds.code_world import CodeSession, CodeSettings, CodeWorld
 from forge_rl.worlds.container import ContainerSession, task_image
 from forge_rl.worlds.harbor_image import harbor_container
 from forge_rl.worlds.harbor_registry import REGISTRY, dataset_folder, is_registry_name
-from forge_rl.worlds.harbor_trial import HarborSession, working_folder
+from forge_rl.worlds.harbor_trial import HarborSession, memory_bytes, working_folder
 from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
 
@@ -131,7 +131,7 @@ class HarborEnv:
     timeout_s: float = 60.0
     """Seconds that the commands of one completion may run."""
     memory_mib: int = 1024
-    """Memory of a session, unless task.toml sets memory_mb; a part of it is for files."""
+    """Memory of a session, unless task.toml sets memory_mb or memory; a part of it is for files."""
     images: str = "~/.cache/forge_rl/images"
     """Folder of images, shared by runs."""
     datasets: str = "~/.cache/forge_rl/harbor"
@@ -176,6 +176,7 @@ class HarborEnv:
 
     def __call__(self, task: Task) -> Env:
         """Make the environment of one episode."""
+        check_own_task(task, "has_script", "--env harbor")
         if not task.truth["has_script"]:
             return SingleTurn(task)
         session: CodeSession = (
@@ -298,6 +299,7 @@ def _read(folder: Path) -> HarborTask:
         config = tomllib.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # the TOML error has line and column
         raise TaskError(f"{file} cannot be read: {error}", hint="fix the file") from None
+    _check_settings(file, config)
     steps = config.get("steps") or []
     try:
         files = [folder / "steps" / step["name"] / "instruction.md" for step in steps] or [folder / "instruction.md"]
@@ -307,6 +309,26 @@ def _read(folder: Path) -> HarborTask:
     task_section = config.get("task")
     name = task_section.get("name") if isinstance(task_section, dict) else None
     return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
+
+
+def _check_settings(file: Path, config: Mapping[str, Any]) -> None:
+    """Check the settings that episodes use.
+
+    Raises:
+        TaskError: one has another form; names the file.
+    """
+    environment, verifier = (config.get(section) or {} for section in ("environment", "verifier"))
+    try:
+        for section in (environment, verifier):
+            if not isinstance(section, dict) or not isinstance(section.get("env") or {}, dict):
+                raise TypeError("`environment`, `verifier` and their `env` are tables")
+        memory_bytes(environment, 1)
+        # Converted, as an episode does it.
+        for value in (environment.get("cpus") or 1, verifier.get("timeout_sec") or 1):
+            if not float(value) > 0:
+                raise ValueError(f"`cpus` or `timeout_sec` is {value!r:.80}")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TaskError(f"{file}: {error}", hint="fix the file") from None
 
 
 def _check_image(task: HarborTask, *, local: bool, provider: str) -> None:

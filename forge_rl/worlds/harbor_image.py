@@ -12,7 +12,7 @@ from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.sandbox.workspaces.image_changes import counted, folder_changes
 from forge_rl.types import Task
 from forge_rl.worlds.container import Attempt, Container, ContainerSession, JudgeSession
-from forge_rl.worlds.harbor_trial import TESTS_S, UNTRUSTED, parsed_reward
+from forge_rl.worlds.harbor_trial import TESTS_S, UNTRUSTED, memory_bytes, parsed_reward
 
 _LOGS = ("/logs/verifier", "/logs/agent", "/logs/artifacts")
 _OUTPUT = "/logs/verifier/test-stdout.txt"
@@ -35,7 +35,7 @@ def harbor_container(
     """
     truth: Mapping[str, Any] = task.truth
     about: Mapping[str, Any] = truth["config"].get("environment") or {}
-    memory = int(about.get("memory_mb") or memory_mib) << 20
+    memory = memory_bytes(about, memory_mib)
     limits = Limits(
         memory_bytes=memory,
         cpus=float(about.get("cpus") or 1),

@@ -15,6 +15,7 @@ from typing import Any
 
 from forge_rl.errors import TaskError
 from forge_rl.sandbox import DurableSession, DurableSessions, Limits, PoolSession, SandboxError, shared_pool
+from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import Task
 from forge_rl.worlds.code_world import CodeSession
 from forge_rl.worlds.shell import shown_commands
@@ -23,6 +24,8 @@ _WORK, _TESTS, _LOGS = "/app", "/tests", "/logs"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 4
 TESTS_S = 600.0
 """Harbor's default for a verifier's timeout."""
+_SHIFTS = {"K": 10, "M": 20, "G": 30}
+"""Powers of two of Harbor's units of memory."""
 _MOST_LOST = 8
 """Maximum losses of the sandbox's server during the tests of one episode."""
 _UNPACK = ("tar", "-x", "--no-same-owner", "-f", "-", "-C")
@@ -80,7 +83,7 @@ class HarborSession(CodeSession):
 
     async def _open(self) -> DurableSession:
         """Open the model's session, with the files of the task's folder `environment`."""
-        memory = int(self._about.get("memory_mb") or self._memory_mib) << 20
+        memory = memory_bytes(self._about, self._memory_mib)
         limits = Limits(
             memory_bytes=memory,
             cpus=float(self._about.get("cpus") or 1),
@@ -99,6 +102,23 @@ class HarborSession(CodeSession):
 
     async def score(self) -> tuple[float, Mapping[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
+        is_untouched = self._session is None
+        try:
+            return await self._judged()
+        except (TaskError, SandboxError) as error:
+            if is_untouched or isinstance(error, DivergedError):
+                raise
+        # What the model left cannot be judged, as where it has filled its disk. If the task's own files can, this is
+        # the model's doing.
+        await self.close()  # its place in the pool is needed
+        original = HarborSession(self._task, timeout_s=self._timeout_s, memory_mib=self._memory_mib)
+        try:
+            await original._judged()
+        finally:
+            await original.close()
+        return 0.0, {}
+
+    async def _judged(self) -> tuple[float, Mapping[str, float]]:
         # An episode without commands is tested as well, on the task's own files.
         model = self._session or await self._open()
         for retries_left in range(_MOST_LOST, -1, -1):
@@ -141,6 +161,20 @@ class HarborSession(CodeSession):
 def working_folder(environment: Mapping[str, Any]) -> str:
     """Return the folder in which a task's commands start."""
     return str(environment.get("workdir") or _WORK)
+
+
+def memory_bytes(environment: Mapping[str, Any], otherwise_mib: int) -> int:
+    """Return the memory of a task's session: its `memory_mb`, or `memory` as older tasks have it, such as "2G".
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is not a positive size.
+    """
+    size = environment.get("memory_mb") or environment.get("memory") or otherwise_mib
+    # A size in text ends in its unit; a number counts MiB.
+    number, unit = (size[:-1], size[-1].upper()) if isinstance(size, str) else (size, "M")
+    if unit not in _SHIFTS or (memory := int(float(number) * 2 ** _SHIFTS[unit])) <= 0:
+        raise ValueError(f"the memory is {size!r:.80}, not a size such as '2G'")
+    return memory
 
 
 def parsed_reward(text: str, task: str) -> tuple[float, dict[str, float]]:

@@ -15,6 +15,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import read_arguments, tool_schema
 from forge_rl.envs.tools import ToolSettings, ToolUse
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
+from forge_rl.system.redaction import without_credentials
 from forge_rl.system.supervised import supervised
 from forge_rl.types import Task, ToolCall
 
@@ -43,10 +44,10 @@ class McpEnv(ToolSettings):
         McpEnv("python server.py", instruction="Use the tools.")  # --env "mcp:python server.py"
         McpEnv("http://127.0.0.1:8000/mcp")
 
-    The model sees tool results, including errors, as text. If a server dies during a call, its episode is an
-    infrastructure error and is retried with a new server. After a call that timed out, a shared server that does not
-    even list its tools within timeout_s is replaced before the next call. A command gets only MCP's default environment
-    variables, such as HOME and PATH.
+    The model sees tool results as text, and so errors, arguments that cannot be sent, and results that do not fit the
+    tool's own schema. If a server dies during a call, its episode is an infrastructure error and is retried with a new
+    server. After a call that timed out, a shared server that does not even list its tools within timeout_s is replaced
+    before the next call. A command gets only MCP's default environment variables, such as HOME and PATH.
     """
 
     server: str
@@ -78,6 +79,11 @@ class McpEnv(ToolSettings):
     def __call__(self, task: Task) -> McpSession:
         """Make the environment of one episode."""
         return McpSession(self, task)
+
+    @property
+    def title(self) -> str:
+        """Name of the server for messages, without the credentials of its URL."""
+        return f"MCP server {without_credentials(self.server)!r}"
 
     async def connect(self) -> McpConnection:
         """Return an open connection: the one shared by this process, or a new one per session.
@@ -152,38 +158,60 @@ class McpConnection:
             ReplicaError: the server is gone.
         """
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+        from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, JSONRPCRequest
 
+        request = {"name": name, "arguments": arguments}
         try:
-            result = await self._client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
+            # A request that cannot be written, such as one with a lone surrogate, would end the connection of all
+            # episodes.
+            JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=request).model_dump_json()
+        except ValueError as error:
+            return f"error: the arguments of {name} cannot be sent: {error}"
+        try:
+            # The package's own limit begins once the request is written, for which a hung server may never make room.
+            async with asyncio.timeout(timeout_s):
+                result = await self._client.call_tool(name, arguments)
+        except TimeoutError:
+            # One slow call is the tool's matter; a server that answers nothing would fail every episode.
+            if self._config.per == "process" and (self._checking is None or self._checking.done()):
+                self._checking = asyncio.get_running_loop().create_task(self._check(timeout_s))
+            return f"error: {name} took longer than {timeout_s:g} s"
         except MCPError as error:
-            if error.error.code == REQUEST_TIMEOUT:
-                # One slow call is the tool's matter; a server that answers nothing would fail every episode.
-                if self._config.per == "process" and (self._checking is None or self._checking.done()):
-                    self._checking = asyncio.get_running_loop().create_task(self._check(timeout_s))
-                return f"error: {name} took longer than {timeout_s:g} s"
-            if error.error.code != CONNECTION_CLOSED:
+            # The package's codes for a lost connection or session are also those of tools' own errors: a server that
+            # still lists its tools is there.
+            if error.error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, INTERNAL_ERROR) or await self._answers(
+                timeout_s
+            ):
                 return f"error: {error.error.message}"
             self._stop.set()
-            raise self._gone(name, "the connection was closed") from error
+            raise self._gone(name, error.error.message) from error
         except OSError as error:
             self._stop.set()
             raise self._gone(name, f"{type(error).__name__}: {error}") from error
+        # So the package reports results that break the protocol or the tool's own schema.
+        except (ValueError, RuntimeError) as error:
+            return f"error: {name} returned an invalid result: {error}"
         parts = [_block_text(block) for block in result.content]
         text = "\n".join(parts) or (json.dumps(result.structured_content) if result.structured_content else "")
         # Output that begins with "error: " is recorded as a failed call.
-        return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
+        return f"error: {text}" if result.is_error and not text.startswith("error: ") else text
 
     async def _check(self, timeout_s: float) -> None:
-        """End the connection if the server hangs: it does not even list its tools."""
+        """End the connection if the server hangs."""
+        if not await self._answers(timeout_s):
+            self._stop.set()
+
+    async def _answers(self, timeout_s: float) -> bool:
+        """Return whether the server lists its tools in time."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(timeout_s):
-                await self._client.list_tools()
-            return
-        self._stop.set()
+                # A list that the client has kept would say nothing about the server.
+                await self._client.list_tools(cache_mode="bypass")
+            return True
+        return False
 
     def _gone(self, name: str, cause: str) -> ReplicaError:
-        return ReplicaError(f"it died during a call of {name}: {cause}", service=f"MCP server {self._config.server}")
+        return ReplicaError(f"it died during a call of {name}: {cause}", service=self._config.title)
 
     async def _hold(self) -> None:
         try:
@@ -239,7 +267,7 @@ class McpConnection:
         unknown_names = [name for name in self._config.tools if name not in schemas]
         if unknown_names or not schemas:
             raise ForgeError(
-                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown_names)}".removesuffix(" "),
+                f"the {self._config.title} has no tool {', '.join(unknown_names)}".removesuffix(" "),
                 hint=f"its tools are: {', '.join(schemas) or 'none'}",
             )
         return {name: schemas[name] for name in self._config.tools or schemas}
@@ -253,7 +281,7 @@ class McpConnection:
         is_timeout = isinstance(error, TimeoutError)
         cause = f"not ready in {self._config.start_s:g} s" if is_timeout else f"{type(error).__name__}: {error}"
         return ForgeError(
-            f"the MCP server {self._config.server!r} does not start: {cause}",
+            f"the {self._config.title} does not start: {cause}",
             hint="run the command by hand; its output is in the log of the environment process",
         )
 

@@ -195,8 +195,8 @@ class OpenEnvSession:
 
     async def _call(self, call: ToolCall) -> tuple[str, float | None, bool]:
         try:
-            arguments = read_arguments(call.name, call.arguments)
-        except ValueError as error:
+            _check_text(arguments := read_arguments(call.name, call.arguments))
+        except (ValueError, RecursionError) as error:
             return f"error: {error}", None, False
         return await self._do({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
 
@@ -206,7 +206,7 @@ class OpenEnvSession:
         # The first to the last brace: models write text or fences around the object.
         begin, end = completion.find("{"), completion.rfind("}")
         try:
-            action = parse_json(completion[begin : end + 1]) if begin >= 0 else None
+            _check_text(action := parse_json(completion[begin : end + 1]) if begin >= 0 else None)
         except (ValueError, RecursionError) as error:
             return f"error: the action is not JSON: {error}", None, False
         if not isinstance(action, dict):
@@ -218,11 +218,14 @@ class OpenEnvSession:
         try:
             data = await self._ask("step", action)
         except _RejectedActionError as error:
-            return f"error: {error}", None, False
+            return _encodable(f"error: {error}"), None, False
         reward = data.get("reward")
         return self._shown(data), None if reward is None else float(reward), bool(data.get("done"))
 
     def _shown(self, data: Mapping[str, Any]) -> str:
+        return _encodable(self._text(data))
+
+    def _text(self, data: Mapping[str, Any]) -> str:
         observation = {key: value for key, value in data.get("observation", {}).items() if value is not None}
         # The user's choice replaces all that follows.
         if self._factory.show:
@@ -276,6 +279,9 @@ class OpenEnvSession:
             self._socket = await websockets.connect(
                 self._factory.address,
                 max_size=_MAX_BYTES,
+                # Pings keep proxies from closing idle sessions. A server may be too busy with another session's step to
+                # answer them; `deadline_s` bounds each reply.
+                ping_timeout=None,
                 proxy=None,
                 additional_headers=self._factory.headers,
             )
@@ -358,6 +364,16 @@ class _FullError(Exception):
 
 class _RejectedActionError(Exception):
     """The environment rejected an action; the model sees the message."""
+
+
+def _check_text(value: object) -> None:
+    """Raise a ValueError if a string of a JSON value has a lone surrogate, at which a server may fail."""
+    json.dumps(value, ensure_ascii=False).encode()
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a reply may have as JSON escapes and no prompt can hold, by question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _text_field(schema: Mapping[str, Any]) -> str:

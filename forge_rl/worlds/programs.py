@@ -199,7 +199,8 @@ def _close(word: str, expected: str, tolerance: float) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    # Not `splitlines`, to which a form feed ends a line as well.
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _as_text(value: object) -> str:

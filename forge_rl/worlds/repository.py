@@ -10,12 +10,13 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.task_list import TaskList, check_own_task, split
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox import Checkout, Limits, PoolSession, RepositoryStore, SandboxError, shared_pool
 from forge_rl.sandbox.durable import DivergedError, repeatable
 from forge_rl.sandbox.fences import SHELL
+from forge_rl.sandbox.shared import check_shared_pool
 from forge_rl.sandbox.workspaces.changes import Change
 from forge_rl.sandbox.workspaces.repository_tests import RepositoryTests, Verdict
 from forge_rl.types import Message, Task
@@ -121,10 +122,16 @@ class RepositoryEnv:
 
     def __call__(self, task: Task) -> CodeWorld:
         """Make the environment of one episode."""
+        check_own_task(task, "repository", "--env repository")
         return CodeWorld(self.settings, task, tool=_TOOL, session=RepositorySession(self, task))
 
     def sources(self, seed: int) -> dict[str, TaskList]:
-        """Return the task source."""
+        """Return the task source.
+
+        Raises:
+            SandboxError: this machine cannot isolate sessions.
+        """
+        check_shared_pool()
         train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
         name = f"repository:{Path(self.file).stem}"
         return {name: TaskList(name, train, held_out, seed=seed)}
@@ -227,8 +234,12 @@ class RepositorySession(CodeSession):
             checkout = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
             self._checkout = await self._opened.enter_async_context(checkout)
         pool, limits = await shared_pool(self._config.package_folders), self._config.limits(of_tests=of_tests)
-        session = await pool.open(workspace=self._checkout.folder, limits=limits)
-        await session.run(_START.format(packages=self._config.package_folders))
+        async with contextlib.AsyncExitStack() as stack:
+            session = await pool.open(workspace=self._checkout.folder, limits=limits)
+            # Nobody else knows of it yet: an episode that is cancelled here would keep its place in the pool.
+            stack.push_async_callback(session.close)
+            await session.run(_START.format(packages=self._config.package_folders))
+            stack.pop_all()
         return session
 
     async def _replace(self, session: PoolSession) -> PoolSession:
@@ -278,7 +289,8 @@ def _store(folder: str) -> RepositoryStore:
 def _read(file: Path) -> list[Task]:
     """Read the tasks of a file."""
     try:
-        lines = file.read_text().splitlines()
+        # Not `splitlines`, which also splits at characters that JSON allows in strings, such as U+2028.
+        lines = file.read_text().split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="--env repository: takes a JSONL file") from None
     tasks = list[Task]()
@@ -313,7 +325,7 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
     truth = {
         "repository": repository,
         "revision": str(row["revision"]),
-        "tests": tests,
+        "tests": list(dict.fromkeys(map(_whole, tests))),
         "command": str(row.get("command") or ""),
         "test_files": dict(row.get("test_files") or {}),
         "test_patch": str(row.get("test_patch") or ""),
@@ -322,6 +334,12 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
     _tests(truth)
     messages: tuple[Message, ...] = ({"role": "user", "content": str(row["problem"])},)
     return Task(id=str(row.get("id") or name), source=source, messages=messages, truth=truth)
+
+
+def _whole(test: str) -> str:
+    """Return a test's id without parameters that are cut off, as SWE-bench and SWE-Gym cut them at a space."""
+    path, colons, name = test.partition("::")
+    return test if name.endswith("]") else f"{path}{colons}{name.partition('[')[0]}"
 
 
 def _tests(truth: Mapping[str, Any]) -> RepositoryTests:

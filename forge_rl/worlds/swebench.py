@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.task_list import TaskList, check_own_task, split
 from forge_rl.errors import InfrastructureError, check_flags
 from forge_rl.sandbox import Limits, SandboxError
 from forge_rl.sandbox.fences import SHELL
@@ -25,7 +25,16 @@ from forge_rl.worlds.code_world import CodeSettings, CodeWorld
 from forge_rl.worlds.container import Attempt, Container, ContainerSession, JudgeSession, task_image
 from forge_rl.worlds.image_lookahead import image_lookahead
 from forge_rl.worlds.shell import SHELL_TOOL
-from forge_rl.worlds.swebench_rows import END, EXIT_CODE, START, RowSettings, passed_tests, read_rows, statuses_of
+from forge_rl.worlds.swebench_rows import (
+    END,
+    EXIT_CODE,
+    FAILED,
+    START,
+    RowSettings,
+    passed_tests,
+    read_rows,
+    statuses_of,
+)
 
 _REQUIRED = "swebench==5.0.2"
 _PARSER = Path(__file__).with_name("peers") / "swebench_log.py"
@@ -37,7 +46,6 @@ _IN_BLOCKS = (
 _PROCESSES, _FILES, _SHARE = 256, 100_000, 4
 _OUTPUT_BYTES = 4 << 20
 _PARSE_S = 300.0
-_FAILED = ("FAILED", "ERROR")
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,7 @@ class SweBenchEnv:
 
     def container(self, task: Task) -> ContainerSession:
         """Return the container of one episode, also for an agent that works in it."""
+        check_own_task(task, "script", "--env swebench")
         truth: Mapping[str, Any] = task.truth
         memory = self.memory_mib << 20
         limits = Limits(
@@ -245,12 +254,12 @@ class _RowTests:
             forwards = statuses_of(body, short_names=truth["short_names"])
             statuses = statuses_of(backwards, short_names=truth["short_names"])
             is_whole = START in log and END in log and bool(end)
-            has_failed = any(status in _FAILED for status in forwards.values())
+            has_failed = any(status in FAILED for status in forwards.values())
             # A failed run that lists no failed test was cut short, maybe by the code that it tested.
             if not is_whole or (end[0] != "0" and not has_failed):
                 return set()
             passed = set(passed_tests(forwards, truth["fail_to_pass"], truth["pass_to_pass"]))
-        return {test for test in passed if statuses.get(test) not in _FAILED} & set(tests)
+        return {test for test in passed if statuses.get(test) not in FAILED} & set(tests)
 
     async def _parsed(self, logs: Sequence[str]) -> dict[str, Any]:
         """Parse logs in a process of swebench's interpreter, which holds nothing that a hostile log could reach.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from forge_rl.worlds.container import task_image
 
 START, END, EXIT_CODE = ">>>>> Start Test Output", ">>>>> End Test Output", ">>>>> Test Exit Code"
 """Lines between which SWE-bench's test scripts print the tests' log, and the exit status of the tests' program."""
+FAILED = ("FAILED", "ERROR")
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
+"""Colours of a terminal, which pytest may print, and R2E-Gym's names of tests may have."""
 _PATCH_END = "EOF_114329324912"
 _ACTIVATED = """if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi
 cd {folder}"""
@@ -48,7 +52,8 @@ def read_rows(file: Path, settings: RowSettings) -> list[Task]:
         raise ConfigError(f"{file} cannot be read: {error}", hint="--env swebench: takes a JSONL file") from None
     tasks = list[Task]()
     try:
-        lines = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        # Not `splitlines`, which also splits at characters that JSON allows in strings, such as U+2028.
+        lines = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}", hint="write a JSON object on each line") from None
     for number, line in enumerate(lines, 1):
@@ -82,7 +87,8 @@ def _task(row: Mapping[str, Any], source: str, settings: RowSettings) -> Task:
     if expected is not None:  # R2E-Gym
         statuses = json.loads(expected) if isinstance(expected, str) else dict(expected)
         # R2E-Gym lists the outcome of every test after the fix, and does not tell the two kinds apart.
-        truth["fail_to_pass"] = [str(test) for test, status in statuses.items() if status == "PASSED"]
+        passed = [test for test, status in statuses.items() if status == "PASSED"]
+        truth["fail_to_pass"] = [_COLOURS.sub("", str(test)) for test in passed]
         truth["pass_to_pass"] = []
         truth["short_names"] = True
         # R2E-Gym's images hold the tests, which the model must not see.
@@ -119,7 +125,7 @@ def _own_script(row: Mapping[str, Any], truth: Mapping[str, Any], settings: RowS
     """Return the test script of a row that has none: it runs the test files that the row's patch or tests name."""
     command = str(row.get("test_cmd") or row.get("test_command") or settings.command)
     files = dict.fromkeys(
-        [line[6:] for line in truth["test_patch"].splitlines() if line.startswith("+++ b/")]
+        [line[6:] for line in truth["test_patch"].split("\n") if line.startswith("+++ b/")]
         or [test.partition("::")[0] for test in truth["fail_to_pass"]]
     )
     # File names come from the row and go into a shell command.
@@ -145,7 +151,8 @@ def with_exit_code(script: str) -> str:
     if START not in script or END not in script:
         raise ValueError(f"its eval_script prints no {START!r} and {END!r}")
     lines: list[str] = []
-    for line in script.splitlines():
+    # Other ends of lines, such as a carriage return or a form feed, belong to the patch that the script applies.
+    for line in script.removesuffix("\n").split("\n"):
         # $? is the status of the command before, which the line itself would replace.
         if END in line:
             lines += ["SWEBENCH_TEST_EXIT_CODE=$?", line, f'echo "{EXIT_CODE}: $SWEBENCH_TEST_EXIT_CODE"']
@@ -157,15 +164,22 @@ def with_exit_code(script: str) -> str:
 def statuses_of(log: str, *, short_names: bool) -> dict[str, str]:
     """Read the outcomes that `pytest -rA` lists, one a line: "PASSED test_a.py::test_b".
 
+    A name with spaces also counts up to the first one, as SWE-bench and SWE-Gym write it: `test_a.py::test_b[no` has
+    failed if any of its tests has.
+
     Args:
         short_names: name tests as R2E-Gym does, without their file and with dots: "Class.test_b".
     """
     statuses = dict[str, str]()
-    for line in log.splitlines():
+    for line in _COLOURS.sub("", log).splitlines():
         status, _, rest = line.partition(" ")
         if status in ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS") and rest:
-            test = rest.partition(" - ")[0].strip()
+            # All but passed tests have a reason after their name.
+            test = (rest if status == "PASSED" else rest.partition(" - ")[0]).strip()
             statuses[".".join(test.split("::")[1:]) if short_names else test] = status
+            start, space, _ = test.partition(" ")
+            if space and "::" in start and not short_names and statuses.get(start) not in FAILED:
+                statuses[start] = status
     return statuses
 
 

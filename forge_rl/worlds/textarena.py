@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
-from forge_rl.errors import ConfigError, ForgeError, TaskError, check_installed
+from forge_rl.errors import ConfigError, ForgeError, TaskError, check_flags, check_installed
 from forge_rl.types import Task
 
 
@@ -41,8 +41,11 @@ class TextArena:
     """Number of additional held-out seeds."""
 
     def __post_init__(self) -> None:
-        # A game that does not exist, or is not for one player, fails before a run starts.
-        self.start(0)
+        check_flags(self, "--env textarena:", minimum={"max_turns": 1, "tasks": 1, "held_out": 0})
+        # A game that does not exist, or is not for one player, fails before a run starts. What it says while it tries
+        # to download data is hidden here alone: `redirect_stderr` is of the whole process, and episodes start at once.
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.start(0)
 
     def __call__(self, task: Task) -> TextArenaGame:
         return TextArenaGame(self, task)
@@ -55,15 +58,13 @@ class TextArena:
         """Make textarena's environment and reset it."""
         check_installed("--env textarena", "textarena", "textarena")
         try:
-            with contextlib.redirect_stderr(io.StringIO()):  # it tries to download data of some games
-                textarena: Any = importlib.import_module("textarena")
+            textarena: Any = importlib.import_module("textarena")
         except ImportError as error:
             raise ConfigError(f"textarena cannot be imported: {error}", hint="pip install textarena") from None
         try:
             # The raw game attributes each message to its sender; otherwise each turn repeats everything as one text.
             env = textarena.make(f"{self.game}-raw")
-            with contextlib.redirect_stderr(io.StringIO()):
-                env.reset(num_players=1, seed=seed)
+            env.reset(num_players=1, seed=seed)
         except Exception as error:
             cause = next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), repr(error))
             raise ConfigError(

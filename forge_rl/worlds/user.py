@@ -84,7 +84,7 @@ class SimulatedUser:
         """Return the user's next message.
 
         Raises:
-            ForgeError: the endpoint failed, or was too slow.
+            ForgeError: the endpoint failed or was too slow, or the user's thoughts left no room for a message.
         """
         import openai
 
@@ -101,7 +101,14 @@ class SimulatedUser:
             raise ForgeError(
                 f"the simulated user {self.model} failed: {cause}", hint="check the endpoint of --env user"
             ) from None
-        return completion.choices[0].message.content or ""
+        choice = completion.choices[0]
+        # Without this error, a model that thinks would end each conversation at its first message.
+        if not choice.message.content and choice.finish_reason == "length":
+            raise ForgeError(
+                f"the simulated user {self.model} wrote no message within {self.max_tokens} tokens",
+                hint="raise max_tokens of --env user, or serve the model without thoughts",
+            )
+        return choice.message.content or ""
 
 
 class UserConversation:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.envs.protocol import Policy
-from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.task_list import TaskList, check_own_task, split
 from forge_rl.envs.worker import Worker
-from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags
 from forge_rl.sandbox.inside.seccomp import ARCHITECTURES, session_filter
 from forge_rl.system.interpreters import interpreter
 from forge_rl.system.variables import handed_on
@@ -124,13 +124,18 @@ class VerifiersEnv:
         """Run one episode.
 
         Raises:
-            ReplicaError: the worker's process died.
+            ReplicaError: the worker's process died, or did not start again.
             ForgeError: the environment failed; gives the cause.
         """
         if not self._workers:
             raise ForgeError(f"no worker of {self.name} is running", hint="use the environment within `serving`")
-        # All episodes of a worker wait for one start, which a cancelled one must not end.
-        worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
+        check_own_task(task, "data", "--env verifiers")
+        try:
+            # All episodes of a worker wait for one start, which a cancelled one must not end.
+            worker = await asyncio.shield(self._workers[next(self._turns) % len(self._workers)])
+        except ForgeError as error:
+            # The next start may succeed: this is no failure of the task.
+            raise ReplicaError(error.message, service=f"verifiers:{self.name}", hint=error.hint) from error
         result: Any = await worker.call({"task": task.truth["data"], "base_url": policy.base_url, "key": policy.key})
         return Score(total=result["reward"], parts=result["parts"], answer=result["answer"])
 

@@ -217,6 +217,8 @@ def test_a_text_that_is_no_plain_data_is_refused(text: str):
         ("nan", "1", 1e9, False),
         ("1 2", "1", 1e-3, False),
         ("", "1", 0.0, False),
+        ("1\r\n2\r\n", "1\n2\n", 0.0, True),
+        ("1\x0c2", "1\n2", 0.0, False),
     ],
 )
 def test_outputs_are_compared_by_line(found: str, wanted: str, tolerance: float, right: bool):
@@ -233,6 +235,7 @@ def test_outputs_are_compared_by_line(found: str, wanted: str, tolerance: float,
         ("```python\nx = '''\n``` no end\n'''", ["x = '''\n``` no end\n'''"], "x = '''\n``` no end\n'''"),
         ("````\n```\nx\n```\n````", ["```\nx\n```"], "```\nx\n```"),
         ("  ```python\n  x\n  ```", ["  x"], "  x"),
+        ("```python\r\nx = 'a\u2028b\x0c'\r\n```", ["x = 'a\u2028b\x0c'"], "x = 'a\u2028b\x0c'"),
     ],
 )
 def test_the_last_block_of_python_is_the_answer(text: str, blocks: list[str], last: str | None):

@@ -25,8 +25,13 @@ def relay(port: int, path: str, listener: socket.socket) -> None:
     """Pass bytes between connections to a port and the host's socket for it, until this process is killed."""
     while True:
         connection, _ = listener.accept()
-        # A process per connection: a slow one holds up no other.
-        if os.fork():
+        # A process per connection: a slow one holds up no other. They count as the program's, which would otherwise
+        # start as many as it likes by connecting.
+        try:
+            child = os.fork()
+        except OSError:  # the program has too many already
+            child = -1
+        if child:
             connection.close()
             continue
         listener.close()
@@ -95,12 +100,12 @@ def main() -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
         # If memory runs out, the kernel kills this program first.
         file.write("1000")
-    # Before the ports: relays run as the program's user as well.
+    # Before the ports: relays run as the program's user and under its limits as well.
     if settings["uid"]:
         become_user(settings["uid"])
-    listen(settings["ports"])
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
+    listen(settings["ports"])
     if settings["filter"]:
         filter_calls(bytes.fromhex(settings["filter"]))
     # Only these variables: the rest of the environment may hold keys.
