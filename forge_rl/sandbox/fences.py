@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection
 
 PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
@@ -20,11 +21,13 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
     """
     blocks: list[str] = []
     fence, language, lines = "", "", list[str]()
-    for line in text.splitlines():
+    for line in _lines(text):
         mark = _fence(line)
         if not fence:
             if mark:
-                fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
+                # Further words, such as a file's name, say something else.
+                language = next(iter(line.strip()[len(mark) :].lower().split()), "")
+                fence, lines = mark, []
         # Markdown's rule: at least as many marks as the opening fence, and nothing after them.
         elif mark.startswith(fence) and line.strip() == mark:
             if language in languages:
@@ -43,7 +46,12 @@ def last_code(text: str, languages: Collection[str] = PYTHON) -> str | None:
     blocks = fenced_code(text, languages)
     if blocks:
         return blocks[-1]
-    return None if any(map(_fence, text.splitlines())) else text
+    return None if any(map(_fence, _lines(text))) else text
+
+
+def _lines(text: str) -> list[str]:
+    """Split a text at ends of lines, and not as `splitlines` also at characters that a string of code may have."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
 
 
 def _fence(line: str) -> str:
@@ -53,4 +61,6 @@ def _fence(line: str) -> str:
     if not character or character not in _CHARACTERS:
         return ""
     mark = line[: len(line) - len(line.lstrip(character))]
-    return mark if len(mark) >= _LEAST else ""
+    # Markdown's rule: ```a``` is code within a line.
+    is_inline = character == "`" and character in line[len(mark) :]
+    return mark if len(mark) >= _LEAST and not is_inline else ""
