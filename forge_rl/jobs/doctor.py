@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge_rl.engines.factory import decode_environment, train_environment
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.jobs.host_check_actors import DecodeCheckActor, HostCheckActor, TrainCheckActor
 from forge_rl.run.plan.host_checks import Finding, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
@@ -95,19 +95,24 @@ async def examine(
         findings = await examine(build_job("process:2"), folder=Path("runs"), model=None, public=False, say=print)
 
     Args:
-        folder: existing folder in which the processes' logs are written, and that all hosts should see.
+        folder: folder in which the processes' logs are written, and that all hosts should see; created if missing.
         model: Hugging Face folder to train and decode with; None skips every check that takes longer than seconds.
         public: whether Monarch may listen on addresses that are not private.
         say: called with the name of each check as it begins.
 
     Raises:
-        ForgeError: the job gives no hosts.
+        ForgeError: the job gives no hosts, or the folder cannot be written.
     """
-    faults = Faults()
-    faults.install()
     folder = await asyncio.to_thread(folder.resolve)
     logs = folder / f".doctor-{secrets.token_hex(4)}"
-    logs.mkdir(mode=0o700)
+    try:
+        logs.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be written: {error.strerror or error}", hint="name another one with --folder"
+        ) from error
+    faults = Faults()
+    faults.install()
     try:
         async with job.open(JobListener(say=say)) as hosts:
             cluster = Cluster(logs, hosts, may_be_public=public)
@@ -182,9 +187,14 @@ async def _folder(examination: Examination, host: str) -> Finding:
         problem = str(await examination.call(host, "answer_probe", probe, answer))
         if not problem and not await appears(answer, probe.name):
             problem = "what it writes there does not appear here"
+    except OSError as error:  # such as a full disk
+        detail = f"the controller cannot write to {examination.folder}: {error.strerror or error}"
+        hint = "free space, or name another one with --folder"
+        return Finding(check="run folder", host=host, status="fail", detail=detail, hint=hint)
     finally:
         for path in (probe, answer):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
     hint = "checkpoints and models go through the controller; a file system that all hosts share is faster"
     if problem:
         return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)
