@@ -1,4 +1,4 @@
-"""Cgroups that limit this process: those of a container, or of a job of Slurm or systemd."""
+"""Cgroups that limit this process, as a container has them, or a job of Slurm or systemd."""
 
 from __future__ import annotations
 
