@@ -83,7 +83,8 @@ def test_a_solution_counts_beside_a_trick(loop: asyncio.Runner, environment: str
 def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
     files = {"usr/bin/python3": "", "usr/lib/python3/json.py": "", "usr/local/lib/x.py": "", "bin/sh": ""}
     files |= {"opt/venv/lib/python3.12/site-packages/a/b.py": "", "app/venv/lib/python3.12/argparse.py": ""}
-    image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin"})
+    files |= {"usr/lib/x86_64-linux-gnu/libm.so.6": ""}
+    image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin", "PYTHONPATH": "/src"})
     assert isinstance(image.settings, ImageSettings)
     file, folder = Entry(mode=0o100755, data=b""), Entry(mode=0o040000)
     link = Entry(mode=0o120000, data=b"/app")
@@ -109,6 +110,18 @@ def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
         "logs/verifier/reward.txt": False,
         "tests/test.sh": False,
         "etc/ld.so.preload": False,
+        "etc/nsswitch.conf": False,
+        "etc/ssl/openssl.cnf": False,
+        "etc/ssl/certs/new.pem": True,
+        "etc/alternatives/new": True,
+        "etc/pip.conf": False,
+        "etc/apt/sources.list.d/new.list": False,
+        "root/.curlrc": False,
+        "opt/venv/lib/libm.so.6": False,
+        "opt/venv/lib/libnew.so.1": True,
+        "usr/local/lib/libm.so.6": False,
+        "src/new.py": True,
+        "src/json.py": False,
         "usr/lib/python3/new.py": True,
         "opt/venv/lib/python3.12/site-packages/new.py": True,
         "opt/venv/lib/python3.12/site-packages/a/new.py": True,
@@ -127,8 +140,43 @@ def test_changes_that_would_run_before_tests_do_not_count(tmp_path: Path):
     changes += [Change(path="usr/lib/python3/json/__init__.py", before=None, after=file)]
     changes += [Change(path="opt/venv/lib/python3.12/site-packages/a/b.py", before=file, after=file)]
     changes += [Change(path="usr/local/later", before=None, after=file)]  # below what does not count
-    paths = [path for path, counts in added.items() if counts] + ["usr/local/lib"]
+    paths = [path for path, is_counted in added.items() if is_counted] + ["usr/local/lib"]
     assert [change.path for change in counted(changes, LayerNames(image))] == paths
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "after", "counts"),
+    [
+        ("root", "folder", "link", False),
+        ("home", "folder", "link", False),
+        ("home/bob", "folder", "link", False),
+        ("home/eve", None, "link", False),
+        ("etc", "folder", "link", False),
+        ("etc/ssl", "folder", "link", False),
+        ("opt/venv/lib", "folder", "link", False),
+        ("opt/venv/lib64", None, "link", False),
+        ("opt/venv/lib/python3.12", "folder", "link", False),
+        ("usr/lib64", "folder", "link", False),
+        ("etc/alternatives/awk", "link", "link", False),
+        ("opt/venv/lib/libpython3.so", "file", "file", False),
+        ("src/json", None, "folder", False),
+        ("src/main.py", "file", "file", True),
+        ("home/bob", "folder", None, True),
+        ("home/bob/work", "folder", "link", True),
+        ("home/notes", None, "file", True),
+        ("app/data", "folder", "link", True),
+        ("opt/current", None, "link", True),
+    ],
+)
+def test_a_folder_of_what_runs_before_tests_is_no_link(
+    tmp_path: Path, path: str, before: str | None, after: str | None, counts: bool
+):
+    entries = {"file": Entry(mode=0o100755, data=b""), "folder": Entry(mode=0o040000)}
+    entries["link"] = Entry(mode=0o120000, data=b"/app")
+    files = {"opt/venv/lib/libpython3.so": "", "usr/lib/python3/json.py": "", "src/main.py": ""}
+    image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin", "PYTHONPATH": "/src"})
+    change = Change(path=path, before=entries.get(before or ""), after=entries.get(after or ""))
+    assert (counted([change], LayerNames(image)) == [change]) == counts
 
 
 @pytest.mark.parametrize(

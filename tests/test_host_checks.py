@@ -179,6 +179,17 @@ async def test_a_host_that_fails_is_a_finding_and_the_others_are_examined(
     assert ("b", "all_reduce") not in calls
 
 
+async def test_a_folder_that_cannot_be_written_is_a_finding(tmp_path: Path):
+    folder = tmp_path / "file"  # in which not even root can write
+    folder.write_text("")
+    examination = Examination(cluster=cast(Any, None), faults=cast(Any, None), folder=folder, say=lambda text: None)
+    finding = await doctor._folder(examination, "local")
+    assert (finding.check, finding.status) == ("run folder", "fail")
+    assert finding.detail == f"the controller cannot write to {folder}: Not a directory"
+    with pytest.raises(ConfigError, match="file cannot be written: Not a directory"):
+        await examine(cast(Any, None), folder=folder, model=None, public=False, say=lambda text: None)
+
+
 def test_a_run_goes_on_without_a_host_that_fails_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HostFacts, "of_this_host", staticmethod(lambda: GOOD))
     info = HostInfo(kind="cpu", gpus=(), gpu_bytes=0, cores=2, memory_bytes=GIB, space="a")

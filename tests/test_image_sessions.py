@@ -339,6 +339,9 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path
                 await session.run("mkfifo pipe")
                 with pytest.raises(SandboxError, match=r"pipe.* is neither file, link nor folder"):
                     layer_of(await session.changes())
+                await session.run("rm pipe; touch .wh.a")
+                with pytest.raises(SandboxError, match=r"no layer can have a file named .*\.wh\.a"):
+                    layer_of(await session.changes())
 
 
 @pytest.mark.parametrize("name", ["proc", "dev", "etc", "tmp", "work"])

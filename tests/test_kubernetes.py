@@ -1,12 +1,14 @@
 """Hosts that are pods: manifests, states of pods, and runs against a stand-in for an API server."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -96,6 +98,8 @@ def test_dry_run_prints_the_manifests_as_yaml():
     [
         ("kubernetes:hosts=2", "needs image"),
         ("kubernetes:image=x,name=Grpo-1", "name is 'Grpo-1'"),
+        ("kubernetes:image=x,namespace=-a", "namespace is '-a'"),
+        (f"kubernetes:image=x,namespace=2026-{'a' * 50}", None),
         ("kubernetes:image=x,shm=64", None),
         ("kubernetes:image=x,shm=many", "shm is 'many'"),
         ("kubernetes:image=x,shm=64Gi,memory=32Gi", "leaves nothing of 32Gi"),
@@ -215,6 +219,64 @@ def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: Api
         asyncio.run(wait(job_of(kubeconfig, hosts=1, name="other", image="broken", wait_s=0.5), "never"))
     with pytest.raises(ConfigError, match="pods of a run 'forgerl' exist"):
         asyncio.run(wait(job_of(kubeconfig), "never"))
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_a_run_that_starts_at_the_same_time_under_one_name_loses_nothing_to_the_other(
+    cluster: ApiServer, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cluster.broken_images = ("broken",)
+    labels = {"forge-rl-run": "forgerl", "forge-rl-host": "host0"}
+    exists = pods_module.Pods.exists
+
+    def exists_before_another_run_creates(pods: pods_module.Pods) -> bool:
+        is_there = exists(pods)
+        cluster.policies["forgerl"] = {"metadata": {"name": "forgerl", "labels": labels}}
+        spec = {"containers": [{"image": "broken", "command": []}]}
+        cluster.create({"metadata": {"name": "forgerl-host0", "labels": labels}, "spec": spec})
+        return is_there
+
+    async def opened() -> None:
+        async with job_of(kubeconfig, hosts=1).open(JobListener()):
+            raise AssertionError("it cannot start")
+
+    monkeypatch.setattr(pods_module.Pods, "exists", exists_before_another_run_creates)
+    with pytest.raises(ConfigError, match=r"create the network policy forgerl: .*already exists"):
+        asyncio.run(opened())
+    assert ([*cluster.pods], [*cluster.policies]) == (["forgerl-host0"], ["forgerl"])
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_pods_that_may_be_left_are_named_with_the_command_that_deletes_them(
+    cluster: ApiServer, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cluster.broken_images = ("broken",)
+
+    def refuse(pods: pods_module.Pods) -> None:
+        raise InfrastructureError("Kubernetes did not answer")
+
+    async def opened() -> None:
+        async with job_of(kubeconfig, hosts=1, image="broken", wait_s=0.5).open(JobListener()):
+            raise AssertionError("it cannot start")
+
+    monkeypatch.setattr(pods_module.Pods, "delete", refuse)
+    with pytest.raises(InfrastructureError, match="did not answer") as error:
+        asyncio.run(opened())
+    [note] = error.value.__notes__
+    assert "kubectl -n default delete pod,networkpolicy -l forge-rl-run=forgerl" in note
+
+
+def test_no_other_process_sees_the_secrets_of_the_process_that_deletes_pods(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CLOUD_API_KEY", "a secret of a cloud")
+    with pods_module.deleted_with_this_process(None, namespace="default", run="grpo"):
+        [guard] = [child for child in psutil.Process().children() if "forge_rl.jobs.pods" in child.cmdline()]
+        until = time.monotonic() + 60
+        with contextlib.suppress(psutil.AccessDenied):  # root alone sees its environment
+            while guard.environ()["CLOUD_API_KEY"].strip("*"):  # until it has started
+                assert time.monotonic() < until
+                time.sleep(0.05)
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from forge_rl.system import memory
+from forge_rl.system import cgroups
 from forge_rl.system.memory import available_bytes, host_bytes
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -21,8 +21,8 @@ MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 def test_a_containers_limit_counts_and_its_copies_of_files_are_available(
     version: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIPS", tmp_path / "none")
+    monkeypatch.setattr(cgroups, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroups, "_MEMBERSHIPS", tmp_path / "none")
     folder = tmp_path / version
     folder.mkdir(exist_ok=True)
     assert host_bytes() == MACHINE
@@ -52,8 +52,8 @@ def test_a_containers_limit_counts_and_its_copies_of_files_are_available(
 def test_the_limit_of_a_job_counts_for_its_processes(
     membership: str, version: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(memory, "_MEMBERSHIPS", tmp_path / "memberships")
+    monkeypatch.setattr(cgroups, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "_MEMBERSHIPS", tmp_path / "memberships")
     (tmp_path / "memberships").write_text(membership)
     folder = tmp_path / "cgroup" / version
     for part, limit_text, used_bytes in (("slurm", "5000", 1000), ("job_7", "4000", 900), ("step_0", "max", 800)):

@@ -1,6 +1,5 @@
 """The platform: number formats, devices, and ranks that cannot meet."""
 
-import os
 import socket
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_rl.engines import platform
-from forge_rl.engines.platform import cpu_cores, init_distributed, local_device, resolve_dtype
+from forge_rl.engines.platform import init_distributed, local_device, resolve_dtype
 from forge_rl.errors import ConfigError
 
 
@@ -48,16 +47,6 @@ def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
 def test_on_a_cpu_every_rank_has_the_same_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(platform, "device_type", lambda: "cpu")
     assert local_device(3) == torch.device("cpu")
-
-
-def test_only_the_cores_that_this_process_may_use_are_counted():
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        assert cpu_cores() == 1
-    finally:
-        os.sched_setaffinity(0, before)
-    assert cpu_cores() == len(before)
 
 
 def test_a_port_that_is_taken_is_an_error_with_its_flag():

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,14 @@ def test_ids_of_tests_are_compared_however_they_are_written(test: str):
 def test_a_test_outside_of_the_repository_is_refused():
     with pytest.raises(ConfigError, match="is not in the repository"):
         RepositoryTests(tests=["a/../../other/test_a.py"])
+
+
+@pytest.mark.parametrize("text", ["\ud800", 1, None])
+def test_a_file_or_patch_that_cannot_be_written_is_refused(text: Any):
+    with pytest.raises(ConfigError, match=r"the content of 'tests/test_a\.py' is not text"):
+        RepositoryTests(tests=["tests/test_a.py"], files={"tests/test_a.py": text})
+    with pytest.raises(ConfigError, match="the content of 'the patch' is not text"):
+        RepositoryTests(tests=["tests/test_a.py"], patch=text)
 
 
 def test_a_solution_cannot_make_its_own_score_an_error_of_the_task(pool: SharedPool, base: Path):

@@ -542,6 +542,9 @@ def test_another_user_is_refused_and_told_why():
         ({"profile": "loose"}, "profile='loose'"),
         ({"limits": lambda: Limits(wall_s=0)}, "wall_s is 0"),
         ({"limits": lambda: Limits(cpu_s=-1.0)}, "cpu_s is -1"),
+        ({"limits": lambda: Limits(cpu_s=float("inf"))}, "cpu_s is inf"),
+        ({"limits": lambda: Limits(wall_s=float("inf"))}, "wall_s is inf"),
+        ({"limits": lambda: Limits(cpus=float("inf"))}, "cpus is inf"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(arguments: dict, message: str):

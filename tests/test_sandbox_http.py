@@ -287,6 +287,19 @@ async def test_a_client_waits_longer_than_the_server_lets_it(wait_s: float | Non
             await pool.open(wait_s=wait_s)
 
 
+async def test_a_plain_request_passes_no_proxy_which_would_read_the_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FORGE_RL_API_KEY", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "")
+        async with RemotePool("http://127.0.0.1:9") as pool:
+            with pytest.raises(SandboxError):
+                await pool.ask("GET", "/sessions", limit_s=2)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
 async def test_the_clients_key_is_in_no_message_and_a_hostile_answer_is_refused(monkeypatch: pytest.MonkeyPatch):
     answers = iter((b"[1]", b"{" * 9999, b'{"id": "../x", "lease_s": 9, "limits": {}}', b'{"id": "x", "lease_s": 9}'))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -11,6 +11,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Pool
+from forge_rl.sandbox import network as network_module
 from forge_rl.sandbox.network import SessionNetwork, _may_lead_to, named_addresses
 from tests.sandbox_pool import SharedPool
 
@@ -120,6 +121,30 @@ def test_names_lead_to_public_addresses_only():
         assert not _may_lead_to("name.example", address)
     assert _may_lead_to("name.example", "93.184.215.14")
     assert _may_lead_to("name.example", "2606:4700::1111")
+
+
+async def test_a_host_whose_first_address_does_not_answer_is_reached_at_another(
+    port: int, monkeypatch: pytest.MonkeyPatch
+):
+    def lead_to(*ports: int) -> None:
+        async def getaddrinfo(host: str, port: int, *, type: int) -> list[tuple[object, ...]]:
+            return [(socket.AF_INET, type, 0, "", ("127.0.0.1", number)) for number in ports]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+    monkeypatch.setattr(network_module, "_may_lead_to", lambda host, address: True)
+    network = SessionNetwork(named_addresses(["two.example:80"]))
+    try:
+        with network.theirs, socket.socket() as deaf:
+            deaf.bind(("127.0.0.1", 0))  # it does not listen: connections are refused
+            lead_to(deaf.getsockname()[1], port)
+            with await network._dial("two.example:80") as outside:
+                assert outside.getpeername()[1] == port
+            lead_to(deaf.getsockname()[1])
+            with pytest.raises(network_module._RefusedConnectionError, match="cannot be reached: Connection refused"):
+                await network._dial("two.example:80")
+    finally:
+        await network.close()
 
 
 def test_addresses_are_hosts_with_ports():

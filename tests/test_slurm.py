@@ -1,6 +1,7 @@
 """`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import shlex
@@ -9,14 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from forge_rl.errors import ConfigError, InfrastructureError
-from forge_rl.jobs import launched
+from forge_rl.jobs import launched, slurm, slurm_queue
 from forge_rl.jobs.allocation import AllocationJob
 from forge_rl.jobs.slurm import SlurmJob
 from forge_rl.jobs.slurm_queue import JobState
@@ -68,15 +69,18 @@ def cluster() -> Iterator[SlurmCluster]:
     assert not left, f"processes are left: {sorted(left)}"
 
 
-@pytest.fixture
-def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+@pytest.fixture(name="slurm")
+def cleared(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """The cluster, cleared after a test."""
     yield cluster
     cluster.clear()
 
 
-def patient(commands: list[Command], out: Path, *flags: str, job: str = "slurm:nodes=2") -> Command:
-    command = Command("tests.slurm.patient", "--out", str(out), "--job", job, *flags)
+def patient(
+    commands: list[Command], out: Path, *flags: str, job: str = "slurm:nodes=2", variables: Sequence[str] = ()
+) -> Command:
+    program = ("env", *variables, sys.executable, "-m")
+    command = Command("tests.slurm.patient", "--out", str(out), "--job", job, *flags, program=program)
     commands.append(command)
     return command
 
@@ -101,9 +105,17 @@ async def test_a_host_that_does_not_listen_is_named(ended: bool, monkeypatch: py
 
 def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):
     job = SlurmJob(nodes=2, partition="a+b", time="1:00:00", gpus=8, setup="source env.sh", image="x/y:1", grace_s=60)
+    job = dataclasses.replace(job, constraint="(a100|h100)&ib")
     command = ["/bin/python", "-m", "mine", "--model", "it's; $(rm -rf /)"]
     script = job.describe(command, tmp_path)
-    for line in ("--partition=a,b", "--gpus-per-node=8", "--signal=B:USR1@60", "--requeue", "--no-kill"):
+    for line in (
+        "--partition=a,b",
+        "--gpus-per-node=8",
+        "--constraint=(a100|h100)&ib",
+        "--signal=B:USR1@60",
+        "--requeue",
+        "--no-kill",
+    ):
         assert f"#SBATCH {line}\n" in script
     ran = script[script.index("set -e") :].replace("/bin/python -m mine", "printf '%s\\n'")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -111,9 +123,81 @@ def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):
     assert shown.stdout.splitlines()[:4] == ["--model", "it's; $(rm -rf /)", "--job", 'allocation:image="x/y:1"']
 
 
+def test_variables_of_the_user_change_neither_a_job_nor_what_slurm_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A stand-in for Slurm's programs writes its arguments and its environment down."""
+    for name in ("sbatch", "squeue"):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/args\nenv > {tmp_path}/env\necho 7\n")
+        program.chmod(0o755)
+    for name, value in {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SBATCH_JOB_NAME": "mine",
+        "SQUEUE_PARTITION": "other",
+        "SLURM_CONF": "/etc/here.conf",
+        "SLURM_JOB_ID": "3",
+        "SLURM_MEM_PER_CPU": "100",
+        "FORGE_RL_MARK": "x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "a run"
+    job = SlurmJob(partition="a+b", setup="#SBATCH --hold\n:", options="--reservation=r[1-2]")
+    assert slurm_queue.submit(job.describe(["python", "-m", "mine"], folder)) == ("7", "")
+    arguments = (tmp_path / "args").read_text().splitlines()
+    assert arguments[0] == "--parsable"
+    assert {f"--output={folder}/logs/slurm.log", "--partition=a,b", "--reservation=r[1-2]"} <= set(arguments)
+    assert any(argument.startswith("--job-name=forge_rl-a-run-") for argument in arguments)
+    assert "--hold" not in arguments, "sbatch reads no directive after the first command"
+    variables = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert (variables["SLURM_CONF"], variables["FORGE_RL_MARK"]) == ("/etc/here.conf", "x")
+    assert not {"SQUEUE_PARTITION", "SLURM_JOB_ID", "SLURM_MEM_PER_CPU"} & variables.keys()
+    slurm_queue.find_job("x")
+    assert "SQUEUE_PARTITION" not in (tmp_path / "env").read_text()
+
+
+def test_a_controller_of_slurm_that_restarts_ends_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def refuse(*_: object) -> str:
+        raise ConfigError("squeue refused: Unable to contact slurm controller", hint="")
+
+    def followed(*states: str) -> int:
+        jobs = iter([JobState(id="7", state=state) for state in states])
+        monkeypatch.setattr(slurm_queue, "find_job", lambda name: next(jobs))
+        return SlurmJob()._follow(
+            "x", JobState(id="7", state="PENDING"), slurm._JobLog(tmp_path / "log"), messages.append
+        )
+
+    messages = list[str]()
+    for name in ("_LOOK_S", "_ASK_S", "_ASK_LESS_S"):
+        monkeypatch.setattr(slurm, name, 0.0)
+    monkeypatch.setattr(slurm_queue, "ask_slurm", refuse)
+    assert followed("PENDING", "PENDING", "RUNNING", "COMPLETED") == 0
+    assert messages == ["Slurm job 7 runs on ", "Slurm job 7 ended (COMPLETED)"]
+    assert followed("FAILED") == 1, "nobody tells its exit status"
+
+
+def test_a_host_file_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("SLURM_JOB_NODELIST", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "gone"))
+    assert f"the scheduler's host file {tmp_path}/gone cannot be read: No such file" in AllocationJob().describe([])
+    (tmp_path / "gone").write_text("\n")
+    assert "the scheduler's host file names no host" in AllocationJob().describe([])
+    (tmp_path / "gone").write_text("a slots=2\na\nb\n")
+    assert AllocationJob().describe([]).startswith("2 hosts, each started by\n  ssh -o BatchMode=yes a ")
+
+
+def test_ssh_finds_its_agent_and_srun_the_job(monkeypatch: pytest.MonkeyPatch):
+    for name in ("SSH_AUTH_SOCK", "KRB5CCNAME", "SLURM_JOB_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "1")
+    names = {"SSH_AUTH_SOCK", "KRB5CCNAME", "SLURM_JOB_ID"}
+    assert AllocationJob(hosts="a")._variables.keys() & {*names, "AWS_SECRET_ACCESS_KEY"} == names
+    assert AllocationJob()._variables.keys() & names == {"SLURM_JOB_ID"}, "of no use on the nodes"
+
+
 def test_a_host_script_has_its_runs_options_and_quotes_its_folder(tmp_path: Path):
     options = {"partition": "a+b", "account": "me", "time": "1:00:00", "gpus": 8, "options": "--reservation=r[1-2]"}
-    job = SlurmJob(nodes=2, most_replaced=3, public=True, **options)
+    job = SlurmJob(nodes=2, most_replaced=3, public=True, constraint="a100|h100", **options)
     script = job.describe(["python", "-m", "mine"], tmp_path / "run")
     assert script.count(f"scancel --me --name={hosts_name(tmp_path / 'run')}") == 2
     (line,) = (line for line in script.splitlines() if "-m mine" in line)
@@ -126,6 +210,7 @@ def test_a_host_script_has_its_runs_options_and_quotes_its_folder(tmp_path: Path
     directives = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {"--partition=a,b", "--account=me", "--time=1:00:00", "--gpus-per-node=8", "--exclusive"} <= directives
     assert {"--reservation=r[1-2]", "--nodes=1", f"--job-name={hosts_name(folder)}"} <= directives
+    assert "--constraint=a100|h100" in directives
     shown = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=tmp_path)
     assert shown.stdout == f"{folder}\n--name\nnode1.1\n"
     assert not list(tmp_path.iterdir())
@@ -161,7 +246,9 @@ def test_a_job_is_followed_from_two_terminals_and_saves_its_end(
 ):
     first = slurm.submit("sleep 100", "--nodes=3", "--exclusive")
     slurm.submit("sleep 100", "--nodes=3", "--exclusive")
-    one = patient(commands, tmp_path / "run")
+    # Options of the user's own for Slurm's programs, which the job does not have.
+    variables = ["SBATCH_JOB_NAME=mine", "SBATCH_OUTPUT=/dev/null", "SQUEUE_PARTITION=urgent", "SLURM_EXPORT_ENV=NONE"]
+    one = patient(commands, tmp_path / "run", variables=[*variables, "FORGE_RL_MARK=x"])
     one.wait_for("place 2 of 2 in the queue of batch")
     two = patient(commands, tmp_path / "run")
     two.wait_for("runs this command already; following it")
@@ -169,6 +256,9 @@ def test_a_job_is_followed_from_two_terminals_and_saves_its_end(
     slurm.run("scancel", first)
     for terminal in (one, two):
         terminal.wait_for(r"goes on from 0 on node\d node\d")
+    processes = [process for node in slurm.nodes for process in slurm.processes(node)]
+    hosts = [process for process in processes if process.cmdline()[1:3] == ["-m", "forge_rl.jobs.host"]]
+    assert [host.environ()["FORGE_RL_MARK"] for host in hosts] == ["x", "x"]
     one.process.send_signal(signal.SIGINT)
     assert one.end() == 130
     assert "saved 1" in one.lines

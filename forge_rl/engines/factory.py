@@ -13,10 +13,10 @@ from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.parts import EnginePart
-from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.engines.remote import RemoteServer
 from forge_rl.runtime.children import visible_gpu
+from forge_rl.system.cpus import cpu_cores
 
 if TYPE_CHECKING:
     from forge_rl.engines.titan.plan import Traces

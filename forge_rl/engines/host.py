@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forge_rl.engines.devices import device_type, gpus
-from forge_rl.engines.platform import cpu_cores, gpu_bytes
+from forge_rl.engines.platform import gpu_bytes
 from forge_rl.runtime.children import visible_gpu
 from forge_rl.runtime.processes import process_space
+from forge_rl.system.cpus import cpu_cores
 from forge_rl.system.memory import host_bytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -63,11 +62,6 @@ def slow_format(name: TrainDtype) -> str:
         "this CPU has no instructions for bfloat16 (AVX-512 or AMX): training in it is many times slower than in "
         "float32; drop --trainer.dtype bfloat16"
     )
-
-
-def cpu_cores() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def gpu_bytes() -> int:

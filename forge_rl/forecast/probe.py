@@ -12,8 +12,8 @@ import torch
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import thread_environment
-from forge_rl.engines.platform import cpu_cores
 from forge_rl.errors import ConfigError
+from forge_rl.system.cpus import cpu_cores
 from forge_rl.system.memory import host_bytes
 from forge_rl.system.variables import handed_on
 

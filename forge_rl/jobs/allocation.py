@@ -30,14 +30,20 @@ if TYPE_CHECKING:
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9a-fA-F:.]{2,45}")
 _SCHEDULER = ("SLURM", "PBS_", "LSB_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
 """Prefixes of schedulers' variables, which their launchers read."""
+_LOGIN = ("SSH_AUTH_SOCK", "KRB5CCNAME")
+"""Variables by which ssh finds its agent, and Kerberos tickets."""
 _HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
 """Variables of PBS, LSF and Grid Engine that name a file with a host's name first in each line."""
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables in which launchers give each process its rank; the first that is set counts."""
 _SSH = "ssh -o BatchMode=yes {host}"
 # --overlap: next to the job's other steps. --no-kill: also when another node dies. --cpu-bind=none: on all cores of the
-# node. --unbuffered: its lines arrive at once.
-_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
+# node. --export=ALL: also in a job that was submitted without its user's variables. --unbuffered: its lines arrive at
+# once.
+_SRUN = (
+    "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --export=ALL --input=all "
+    "--unbuffered"
+)
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
 _ASK_S = 10.0
@@ -121,7 +127,6 @@ class AllocationJob:
         commands = {name: self._command(name, controller) for name in names}
         if self._is_slurm and len(names) > 1:  # if the first node dies, nobody but the others can tell Slurm
             commands[names[-1]] += ["--watch", os.environ["SLURM_JOB_ID"]]
-        variables = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
         # A node's death is reported by its launcher and by Slurm.
         on_lost = _once_each(listener.on_lost)
         async with launched_hosts(
@@ -129,7 +134,7 @@ class AllocationJob:
             JobListener(say=listener.say, on_lost=on_lost),
             ending=functools.partial(save_at_notice, listener),
             controller=controller,
-            env=handed_on(variables),
+            env=handed_on(self._variables),
             may_be_public=self.public,
         ) as hosts:
             with _watching_nodes(names, on_lost) if self._is_slurm else contextlib.nullcontext():
@@ -159,6 +164,12 @@ class AllocationJob:
     def _is_slurm(self) -> bool:
         return not self.hosts and not self.launcher and "SLURM_JOB_ID" in os.environ
 
+    @property
+    def _variables(self) -> dict[str, str]:
+        """Variables that launchers read, in addition to what every process gets."""
+        names = _SCHEDULER if self._is_slurm else (*_SCHEDULER, *_LOGIN)
+        return {name: value for name, value in os.environ.items() if name.startswith(names)}
+
     def _names(self) -> list[str]:
         """Return the hosts' names, each once, in the allocation's order."""
         if self.hosts:
@@ -166,12 +177,22 @@ class AllocationJob:
         elif nodes := os.environ.get("SLURM_JOB_NODELIST"):
             names = node_names(nodes)
         elif host_file := next((os.environ[name] for name in _HOST_FILES if name in os.environ), None):
-            with Path(host_file).open(errors="replace") as file:
-                names = [line.split()[0] for line in file.read(_FILE_BYTES).splitlines() if line.strip()]
+            try:
+                with Path(host_file).open(errors="replace") as file:
+                    names = [line.split()[0] for line in file.read(_FILE_BYTES).splitlines() if line.strip()]
+            except OSError as error:
+                raise ConfigError(
+                    f"the scheduler's host file {host_file} cannot be read: {error.strerror}",
+                    hint="name the hosts: --job allocation:hosts=a+b",
+                ) from None
         else:
             raise ConfigError(
                 "no scheduler has allocated hosts",
                 hint="run the command inside sbatch or salloc, or name hosts: --job allocation:hosts=a+b",
+            )
+        if not names:
+            raise ConfigError(
+                "the scheduler's host file names no host", hint="name the hosts: --job allocation:hosts=a+b"
             )
         return [check_host(name) for name in dict.fromkeys(names)]
 

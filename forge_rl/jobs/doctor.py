@@ -187,9 +187,14 @@ async def _folder(examination: Examination, host: str) -> Finding:
         problem = str(await examination.call(host, "answer_probe", probe, answer))
         if not problem and not await appears(answer, probe.name):
             problem = "what it writes there does not appear here"
+    except OSError as error:  # such as a full disk
+        detail = f"the controller cannot write to {examination.folder}: {error.strerror or error}"
+        hint = "free space, or name another one with --folder"
+        return Finding(check="run folder", host=host, status="fail", detail=detail, hint=hint)
     finally:
         for path in (probe, answer):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
     hint = "checkpoints and models go through the controller; a file system that all hosts share is faster"
     if problem:
         return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)

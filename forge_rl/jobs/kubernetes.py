@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _FLAG = "--job kubernetes:"
 _NAME = re.compile(r"[a-z][a-z0-9]{0,39}")
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ATTACH_S = 60
 _GONE_S = 30.0
 """Seconds to wait at the end for the pods to be gone, so that the next run may have the same name."""
@@ -95,12 +96,12 @@ class KubernetesHosts:
         minimums = {"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024, "most_replaced": 0}
         check_flags(self, _FLAG, minimum=minimums, above={"wait_s": 0})
         check_flags(self, _FLAG, maximum={"hosts": 4096, "port": 65535})
-        for field in ("name", "namespace"):
-            value = str(getattr(self, field))
-            if not _NAME.fullmatch(value.replace("-", "") if field == "namespace" else value):
-                raise ConfigError(
-                    f"{_FLAG}{field} is {value!r}", hint="use at most 40 lower-case letters and digits, a letter first"
-                )
+        for field, pattern, form in (
+            ("name", _NAME, "at most 40 lower-case letters and digits, a letter first"),
+            ("namespace", _NAMESPACE, "at most 63 lower-case letters, digits and inner hyphens"),
+        ):
+            if not pattern.fullmatch(value := str(getattr(self, field))):
+                raise ConfigError(f"{_FLAG}{field} is {value!r}", hint=f"use {form}")
         if not self.image.strip():
             raise ConfigError(f"{_FLAG}image is empty", hint="name an image that contains forge_rl")
         if self.most_replaced and (not self.claim or self.route == "forward"):
@@ -172,10 +173,9 @@ class KubernetesHosts:
         pods = Pods(api, namespace=self.namespace, run=self.name)
         # Pods are selected by the run's name: another run's would be followed and deleted like this one's.
         if await asyncio.to_thread(pods.exists):
-            kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
             raise ConfigError(
                 f"pods of a run {self.name!r} exist in the namespace {self.namespace!r}",
-                hint=f"set {_FLAG}name to another name, or, if that run has ended, delete them: {kubectl}",
+                hint=f"set {_FLAG}name to another name, or, if that run has ended, delete them: {self._deletion}",
             )
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
@@ -192,8 +192,12 @@ class KubernetesHosts:
                 watched.closing = True
                 await ended(create_task)  # what it still creates must be deleted too
                 try:
-                    await asyncio.to_thread(pods.delete)
-                    await watched.gone(_GONE_S)
+                    if not pods.has_other_owner:
+                        await asyncio.to_thread(pods.delete)
+                        await watched.gone(_GONE_S)
+                except ForgeError as error:
+                    error.add_note(f"pods may be left, which cost what they hold: {self._deletion}")
+                    raise
                 finally:
                     unfollow()
 
@@ -247,6 +251,11 @@ class KubernetesHosts:
         output = shlex.quote(str(host_log(folder, name)))
         spec = self._pods(["sh", "-c", f"exec {join_line} >> {output} 2>&1"])
         return pod(spec, name, claim=self.claim, mount=self.mount)
+
+    @property
+    def _deletion(self) -> str:
+        """The command that deletes the remains of a run with this name."""
+        return f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
 
     def _is_direct(self, is_inside: bool) -> bool:
         return self.route == "direct" or (self.route == "auto" and is_inside)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_rl.errors import ConfigError, ForgeError, InfrastructureError
 from forge_rl.jobs.manifests import HOST_LABEL, RUN_LABEL, Manifest
+from forge_rl.system.variables import hide
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
@@ -167,6 +168,8 @@ class Pods:
         self._namespace = namespace
         self._run = run
         self._selector = f"{RUN_LABEL}={run}"
+        self.has_other_owner = False
+        """Whether `create` found the policy of another run with this name, whose pods must not be deleted."""
 
     def own_pod(self) -> Manifest | None:
         """Return the pod of this process, if it runs in the cluster and may ask; None otherwise."""
@@ -182,15 +185,21 @@ class Pods:
         return None
 
     def create(self, policy: Manifest, pods: Sequence[Manifest]) -> None:
-        """Create the policy and then the pods. After an error, call `delete`.
+        """Create the policy and then the pods. After an error, call `delete`, unless the run `has_other_owner`.
 
         Raises:
             ForgeError: the API refused, for instance because of an unknown field, or does not answer.
         """
+        from kubernetes.client import ApiException
+
         with api_errors(f"create the network policy {policy['metadata']['name']}"):
-            self._networking.create_namespaced_network_policy(
-                self._namespace, policy, field_validation="Strict", _request_timeout=_CALL_S
-            )
+            try:
+                self._networking.create_namespaced_network_policy(
+                    self._namespace, policy, field_validation="Strict", _request_timeout=_CALL_S
+                )
+            except ApiException as error:
+                self.has_other_owner = error.status == 409
+                raise
         for pod in pods:
             self.create_pod(pod)
 
@@ -343,6 +352,7 @@ def deleted_with_this_process(kubeconfig: Path | None, *, namespace: str, run: s
 
 def _guard(namespace: str, run: str, kubeconfig: str = "") -> None:
     """Delete the pods of a run if stdin closes before a line arrives, that is, if the parent was killed."""
+    hide()  # it has the secrets that kubectl's configuration may need, and lives as long as the run
     if not sys.stdin.readline():
         api, _ = connect(Path(kubeconfig) if kubeconfig else None)
         Pods(api, namespace=namespace, run=run).delete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import shlex
 import time
@@ -81,7 +82,7 @@ class SlurmJob:
     exclusive: bool = True
     """Whether nodes are shared with no other job."""
     constraint: str = ""
-    """Features that the nodes must have."""
+    """Features that the nodes must have, such as a100|h100."""
     most_replaced: int = 0
     """Number of further jobs, of one node each, that the run may submit in all, in the place of nodes that die; see
     `AllocationJob.most_replaced`."""
@@ -152,17 +153,17 @@ class SlurmJob:
                 last_job, job = job, _again(name, job)
                 # After a state from which Slurm may requeue the job, the end counts once it has been seen twice.
                 ends = 0 if not job.end else ends + 1 if job.state in _REQUEUED else 2
-                message = slurm_queue.describe_wait(job) if job.waits else _describe(job)
-                if message != last_message:
-                    say(last_message := message)
+                with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
+                    message = slurm_queue.describe_wait(job) if job.waits else _describe(job)
+                    if message != last_message:
+                        say(last_message := message)
                 # Asks less and less often while nothing changes.
                 every_s = _ASK_S if job.state != last_job.state else min(_ASK_LESS_S, every_s * 1.2)
                 ask_at = time.monotonic() + every_s
             time.sleep(_LOOK_S)
         log.show()
-        status = slurm_queue.exit_status(job) if job.state in ("COMPLETED", "FAILED") else 1
         if job.state in ("COMPLETED", "FAILED"):
-            return status
+            return 0 if job.state == "COMPLETED" else slurm_queue.exit_status(job)
         raise InfrastructureError(
             f"Slurm job {job.id} {job.end} ({job.state})",
             hint=f"its output is in {log.path}; the same command continues from the last checkpoint",
@@ -186,7 +187,7 @@ class SlurmJob:
         # The last --job and --out count; earlier ones may be among the command's own flags.
         inner = [self.python or command[0], *command[1:], "--job", self._allocation, "--out", str(path)]
         return _SCRIPT.format(
-            directives="\n".join(f"#SBATCH {directive}" for directive in self._directives(path)),
+            directives="\n".join(f"{slurm_queue.DIRECTIVE}{directive}" for directive in self._directives(path)),
             setup=self.setup or ":",
             command=shlex.join(inner),
             # A controller that was killed has left the hosts that it asked for.

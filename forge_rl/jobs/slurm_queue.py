@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
+import shlex
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.system.variables import environment, value_of
 
+DIRECTIVE = "#SBATCH "
+_OPTIONS = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+"""Prefixes of variables with which a user changes what the programs answer, such as SQUEUE_PARTITION."""
+_OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""Variables of Slurm that describe no job."""
 _ANSWER_S = 60.0
 _ANSWER_BYTES = 1 << 20
 _MOST_TOLD = 200
@@ -62,14 +71,20 @@ def ask_slurm(*command: str, script: str = "", env: Mapping[str, str] | None = N
 
     Args:
         script: text for its stdin.
-        env: its environment; by default this process's.
+        env: its environment; by default this process's. The user's own options for the programs are left out.
 
     Raises:
         ConfigError: it is not installed, fails, or does not answer.
     """
+    variables = environment() if env is None else env
     try:
         result = subprocess.run(
-            command, input=script.encode(), capture_output=True, timeout=_ANSWER_S, start_new_session=True, env=env
+            command,
+            input=script.encode(),
+            capture_output=True,
+            timeout=_ANSWER_S,
+            start_new_session=True,
+            env={name: value for name, value in variables.items() if not name.startswith(_OPTIONS)},
         )
     except FileNotFoundError:
         raise ConfigError(
@@ -97,11 +112,23 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
         ConfigError: Slurm refused.
         InfrastructureError: it gave no id.
     """
-    answer = ask_slurm("sbatch", "--parsable", script=script, env=env).strip()
+    if env is None and value_of("SLURM_JOB_ID"):
+        # The sizes of the job from which this one is submitted would be taken for its own.
+        variables = environment().items()
+        env = {name: value for name, value in variables if name in _OF_CLUSTER or not name.startswith("SLURM_")}
+    # On the command line too: variables such as SBATCH_JOB_NAME override a script's directives.
+    answer = ask_slurm("sbatch", "--parsable", *_directives(script), script=script, env=env).strip()
     id, _, cluster = answer.splitlines()[-1].partition(";") if answer else ("", "", "")
     if not id.isdecimal():
         raise InfrastructureError(f"sbatch answered {answer[:_MOST_TOLD]!r}, not a job's id", hint="see squeue --me")
     return id, cluster
+
+
+def _directives(script: str) -> list[str]:
+    """Return the options in the directives of a batch script."""
+    comments = itertools.takewhile(lambda line: line.startswith("#"), script.splitlines())
+    lines = [line.removeprefix(DIRECTIVE) for line in comments if line.startswith(DIRECTIVE)]
+    return [word for line in lines for word in shlex.split(line)]
 
 
 def find_job(name: str, id: str = "") -> JobState | None:
@@ -131,9 +158,12 @@ def describe_wait(job: JobState) -> str:
 
 
 def exit_status(job: JobState) -> int:
-    """Return the exit status of a job's script, 1 if a signal ended it or Slurm has forgotten it."""
+    """Return the exit status of a job's script, 1 if a signal ended it or Slurm does not tell it."""
+    answer = ""
+    with contextlib.suppress(ConfigError):  # slurmctld has forgotten the job, or restarts
+        answer = ask_slurm("scontrol", "show", "--oneliner", "job", job.id)
     # Exit status and signal; a signal other than 0 has ended the script.
-    match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
+    match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", answer)
     return int(match[1]) if match else 1
 
 

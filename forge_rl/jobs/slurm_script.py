@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
+from forge_rl.jobs.slurm_queue import DIRECTIVE
 
-_OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
+_OPTION = re.compile(r"[\w.,:=+@/%\[\]()*&|?-]*", flags=re.ASCII)
 """Characters allowed in a directive of a batch script."""
 _GRACE_S = 60
 """Seconds before its time limit at which a host leaves."""
@@ -45,7 +46,7 @@ def host_script(command: Sequence[str], folder: Path, log: Path, options: str) -
         f"--output={script_path(log).replace('%', '%%')}",
         *shlex.split(options),
     ]
-    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives), f"exec {shlex.join(command)}"]
+    lines = ["#!/bin/bash", *(f"{DIRECTIVE}{directive}" for directive in directives), f"exec {shlex.join(command)}"]
     return "\n".join(lines) + "\n"
 
 

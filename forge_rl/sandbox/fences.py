@@ -25,7 +25,9 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
         mark = _fence(line)
         if not fence:
             if mark:
-                fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
+                # Further words, such as a file's name, say something else.
+                language = next(iter(line.strip()[len(mark) :].lower().split()), "")
+                fence, lines = mark, []
         # Markdown's rule: at least as many marks as the opening fence, and nothing after them.
         elif mark.startswith(fence) and line.strip() == mark:
             if language in languages:
@@ -59,4 +61,6 @@ def _fence(line: str) -> str:
     if not character or character not in _CHARACTERS:
         return ""
     mark = line[: len(line) - len(line.lstrip(character))]
-    return mark if len(mark) >= _LEAST else ""
+    # Markdown's rule: ```a``` is code within a line.
+    is_inline = character == "`" and character in line[len(mark) :]
+    return mark if len(mark) >= _LEAST and not is_inline else ""

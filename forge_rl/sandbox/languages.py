@@ -25,11 +25,13 @@ class Language:
     """Program and arguments."""
     compile: tuple[str, ...] = ()
     """Program and arguments of the compiler; () for languages that are not compiled."""
+    aliases: tuple[str, ...] = ()
+    """Further names on fenced blocks."""
 
     @property
     def fences(self) -> frozenset[str]:
-        """Names of the language on fenced blocks: none, or the suffix of its files."""
-        return frozenset({"", self.file.rpartition(".")[2]})
+        """Names of the language on fenced blocks: none, the suffix of its files, or an alias."""
+        return frozenset({"", self.file.rpartition(".")[2], *self.aliases})
 
 
 # -p=1: one compiler process at a time. GOTOOLCHAIN=local: no download of another version.
@@ -37,7 +39,12 @@ _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
 LANGUAGES: Mapping[str, Language] = MappingProxyType(
     {
         "python": Language(file="main.py", version="python3 --version", run=("python3", "main.py")),
-        "shell": Language(file="main.sh", version="bash --version | head -n 1", run=("bash", "main.sh")),
+        "shell": Language(
+            file="main.sh",
+            version="bash --version | head -n 1",
+            run=("bash", "main.sh"),
+            aliases=("bash", "zsh", "console"),
+        ),
         "javascript": Language(file="main.js", version="node --version", run=("node", "main.js")),
         "typescript": Language(
             file="main.ts",
@@ -56,12 +63,14 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
             version="g++ --version | head -n 1",
             compile=("g++", "-O2", "-std=gnu++20", "-o", "main", "main.cpp"),
             run=("./main",),
+            aliases=("cc", "cxx"),
         ),
         "go": Language(
             file="main.go",
             version="go version",
             compile=("sh", "-c", f"{_GO} go build -o main main.go"),
             run=("./main",),
+            aliases=("golang",),
         ),
         "rust": Language(
             file="main.rs", version="rustc --version", compile=("rustc", "-O", "-o", "main", "main.rs"), run=("./main",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from forge_rl.errors import ConfigError, InfrastructureError, check_flags
@@ -49,8 +50,9 @@ class Limits:
             },
             above={"wall_s": 0},
         )
-        if self.cpu_s is not None and self.cpu_s <= 0:
+        if self.cpu_s is not None and not 0 < self.cpu_s < math.inf:
             raise ConfigError(f"Limits:cpu_s is {self.cpu_s}", hint="set it to a value above 0, or to None")
+        check_flags(self, "Limits:", below={"wall_s": math.inf, "cpus": math.inf})
 
 
 @dataclass(frozen=True, kw_only=True)

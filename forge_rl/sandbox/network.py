@@ -15,8 +15,8 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Coroutine, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import readable
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _DIAL_S = 10.0
+_PLACES = 4
+"""Addresses of a host that are tried: where it has one of IPv6, the machine may have no way there."""
 _CONNECTIONS = 16
 """Open connections of a session."""
 _CHUNK = 1 << 16
@@ -198,21 +200,36 @@ class SessionNetwork:
                     raise _RefusedConnectionError(
                         "its name leads to private addresses, which have to be named themselves"
                     )
-                family, kind, protocol, _, target = reachable[0]
-                outside = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-                outside.setblocking(False)
-                try:
-                    await loop.sock_connect(outside, target)
-                except BaseException:
-                    outside.close()
-                    raise
-                return outside
+                return await _connected(reachable[:_PLACES])
         except TimeoutError:
             raise _RefusedConnectionError(f"no connection within {_DIAL_S:g} s") from None
         except (socket.gaierror, UnicodeError):
             raise _RefusedConnectionError("it cannot be reached: unknown name") from None
         except OSError as error:  # asyncio's own text would disclose the resolved address to the session
             raise _RefusedConnectionError(f"it cannot be reached: {os.strerror(error.errno or 0)}") from None
+
+
+async def _connected(address_infos: Sequence[tuple[Any, ...]]) -> socket.socket:
+    """Connect to the first address of a host that answers.
+
+    Raises:
+        OSError: none does; the last one's error.
+    """
+    failure = OSError()
+    for family, kind, protocol, _, target in address_infos:
+        outside = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+        outside.setblocking(False)
+        try:
+            async with asyncio.timeout(_DIAL_S / len(address_infos)):
+                await asyncio.get_running_loop().sock_connect(outside, target)
+            return outside
+        except OSError as error:  # a TimeoutError too
+            outside.close()
+            failure = error
+        except BaseException:
+            outside.close()
+            raise
+    raise failure
 
 
 def _plain(host: str) -> str:

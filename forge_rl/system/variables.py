@@ -53,6 +53,11 @@ def value_of(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def environment() -> dict[str, str]:
+    """Return all variables of this process."""
+    return dict(os.environ)
+
+
 def kept_back() -> dict[str, str]:
     """Return the variables that are not passed to child processes."""
     return {name: value for name, value in os.environ.items() if not is_handed_on(name, value) and name != _OWN}

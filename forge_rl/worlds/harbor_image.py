@@ -67,6 +67,8 @@ class _Verifier:
 
     async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
+        # Asked before the model's changes, which may name another home in /etc/passwd.
+        home = (await session.run(["/bin/sh", "-c", 'printf %s "$HOME"'])).stdout
         try:
             # Changes that would run before or with the tests are left out, so that they cannot decide the reward.
             await session.apply(counted(attempt.changes, attempt.root))
@@ -75,12 +77,15 @@ class _Verifier:
                 raise
             return 0.0, {}  # the model's changes do not fit into a fresh session
         await self._put_tests(session)
-        variables = {str(name): str(value) for name, value in (self._settings.get("env") or {}).items()}
+        # PYTHONSAFEPATH keeps modules in the working folder from shadowing the tests' imports.
+        variables = {**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1"}
+        if home:
+            variables.setdefault("HOME", home)
+        variables |= {str(name): str(value) for name, value in (self._settings.get("env") or {}).items()}
         result = await session.run(
             ["/bin/sh", "-c", _VERIFY],
             wall_s=float(self._settings.get("timeout_sec") or TESTS_S),
-            # PYTHONSAFEPATH keeps modules in the working folder from shadowing the tests' imports.
-            env={**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1", **variables},
+            env=variables,
             folder=self._container.folder,
         )
         # A signal that ends the tests is blamed on the code that they test.

@@ -41,7 +41,12 @@ class RemotePool:
             raise ConfigError("RemotePool's url is not one", hint="give it as http://HOST:PORT")
         self.url = f"{url.rstrip('/')}/v1"
         self._headers = {"authorization": f"Bearer {key_in('RemotePool', api_key_env)}"}
-        self._client = WebClient(f"the sandbox server at {parts.hostname}", most_requests=_MOST_REQUESTS)
+        self._client = WebClient(
+            f"the sandbox server at {parts.hostname}",
+            most_requests=_MOST_REQUESTS,
+            # A proxy would read the key of a plain request, and may not reach what this machine reaches.
+            uses_proxies=parts.scheme == "https",
+        )
         self._open: dict[str, RemoteSession] = {}
         self._renewing: asyncio.Task[None] | None = None
 

@@ -52,15 +52,24 @@ class WebClient:
         service: name of the service for errors.
         most_requests: connections at a time.
         transport: instead of TCP.
+        uses_proxies: use the proxies that the environment names, as HTTPS_PROXY.
     """
 
-    def __init__(self, service: str, *, most_requests: int, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        service: str,
+        *,
+        most_requests: int,
+        transport: httpx.AsyncBaseTransport | None = None,
+        uses_proxies: bool = True,
+    ) -> None:
         self.service = service
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=most_requests, max_keepalive_connections=most_requests),
             # A redirect would carry keys in headers to an address that nobody named.
             follow_redirects=False,
             transport=transport,
+            trust_env=uses_proxies,
         )
 
     async def close(self) -> None:

@@ -83,6 +83,9 @@ class RepositoryTests:
     def __post_init__(self) -> None:
         if not self.tests and not self.command:
             raise ConfigError("no tests were given", hint="give ids of pytest tests, or a command")
+        for path, text in (*self.files.items(), ("the patch", self.patch)):
+            if not (isinstance(text, str) and text.encode("utf-8", "replace").decode() == text):
+                raise ConfigError(f"the content of {path!r:.200} is not text", hint="give it as a string of Unicode")
         for path in self.files:
             if posixpath.isabs(path) or ".." in path.split("/"):
                 raise ConfigError(f"the test file {path!r:.200} is not in the repository", hint="give a relative path")

@@ -22,7 +22,8 @@ def layer_of(changes: Changes) -> bytes:
     The same changes give the same bytes, and so the same digest.
 
     Raises:
-        SandboxError: a file's content is missing, see `changes.left_out`, or it has a socket or pipe.
+        SandboxError: a file's content is missing, see `changes.left_out`, it has a socket or pipe, or a name that means
+            a deletion in layers.
     """
     if changes.left_out:
         raise SandboxError(
@@ -54,6 +55,11 @@ def _add(archive: tarfile.TarFile, change: Change) -> None:
     if change.after is None:
         archive.addfile(tarfile.TarInfo(f"{folder}{slash}{_DELETED}{name}"))
         return
+    # Unpacked, it would delete a file of the image instead.
+    if name.startswith(_DELETED):
+        raise SandboxError(
+            f"no layer can have a file named {change.path!r:.200}", hint="delete or rename it before the snapshot"
+        )
     # Times and owners stay 0, so that equal changes have equal bytes.
     member, kind = tarfile.TarInfo(change.path), stat.S_IFMT(change.after.mode)
     if kind == stat.S_IFDIR:
