@@ -127,11 +127,15 @@ _LARGE = "min_terms=2,max_terms=2,min_digits=4,max_digits=4"
 TASKS = ("--tasks", f"chain_sum:{_LARGE}*3", f"basic_arithmetic:{_LARGE}*1")
 
 
+def tiny_flags(model: Path, out: Path, *, has_engines: bool = True) -> tuple[str, ...]:
+    """Flags that all small runs share."""
+    engines = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25") if has_engines else ()
+    return ("--model", str(model), "--out", str(out), "--display", "plain", *engines)
+
+
 def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, recipe: str = "tests.tiny") -> Command:
     has_engines = "--reward" in arguments or recipe not in ("recipes.sft", "recipes.dpo", "recipes.reward_model")
-    engines = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25") if has_engines else ()
-    shared = ("--model", str(model), "--out", str(out), "--display", "plain")
-    command = Command(recipe, *shared, *engines, *arguments)
+    command = Command(recipe, *tiny_flags(model, out, has_engines=has_engines), *arguments)
     commands.append(command)
     return command
 

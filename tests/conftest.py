@@ -6,6 +6,7 @@ import functools
 import gc
 import mmap
 import os
+import re
 import resource
 import shutil
 import signal
@@ -93,6 +94,7 @@ STARTS = {
     "served_engine": 20,
     "open_trainer": 20,
     "tiny_model": 10,
+    "run_model": 10,
     "make_tiny_model": 10,
     "store_process": 5,
     "run_on_engine": 10,
@@ -117,10 +119,10 @@ MEASURED = {
     "test_a_run_on_examples_takes_the_same_steps_despite_deaths": 80,
     "test_a_run_survives_the_death_of_each_of_its_processes_in_any_order": 75,
     "test_a_stop_in_a_recovery_leaves_checkpoints_of_one_step": 75,
-    "test_ctrl_c_saves_and_the_same_command_continues": 70,
+    "test_ctrl_c_saves_and_the_same_command_continues": 50,
     "test_what_flags_promise_is_above_zero_in_a_run": 65,
     "test_changes_from_another_process_hold_after_a_kill": 65,
-    "test_a_run_on_a_file_resumes_at_the_exact_next_task": 62,
+    "test_a_run_on_a_file_resumes_at_the_exact_next_task": 45,
     "test_a_spare_with_the_same_weights_replaces_an_engine_whose_step_hangs": 60,
     "test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter": 60,
     "test_another_user_gets_in_nowhere_and_the_run_goes_on": 55,
@@ -132,7 +134,7 @@ MEASURED = {
     "test_layouts_of_two_ranks_train_adapters_as_one_process": 12,
     "test_updates_and_versions_are_counted_apart_and_saved": 22,
     "test_ranks_that_share_rows_count_once_and_publish_one_model": 20,
-    "test_a_run_without_optional_packages_ends_at_a_lost_engine_and_resumes_to_its_end": 30,
+    "test_a_run_without_optional_packages_reaches_its_end": 20,
     "test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed": 20,
     "test_losses_and_their_statistics_are_of_all_rows_on_all_ranks": 16,
     "test_the_kernels_agree_with_float64_and_models_with_their_plain_forms": 30,
@@ -145,13 +147,30 @@ MEASURED = {
 """Seconds of tests that take more than their fixtures say, with two workers on two cores that are idle otherwise."""
 
 
+UNITS = {"FakeBackend": "gateway", "run_ranks": "ranks", "open_trainer": "trainer", "kv_cache_gib=": "engine"}
+"""Names of what one worker runs, by a word of its files. They share what takes seconds to import: vLLM's server in this
+process, and in one that forks them what ranks, trainers and engines need."""
+
+
 @functools.cache
 def work_unit(file: Path) -> str:
-    """Names what one worker runs: a file, or all files with a gateway.
+    """Names what one worker runs: a file, or all files that share imports."""
+    text = file.read_text()
+    return next((unit for word, unit in UNITS.items() if word in text), str(file))
 
-    vLLM's server and what tries constraints take seconds to import.
-    """
-    return "gateway" if "FakeBackend" in file.read_text() else str(file)
+
+@functools.cache
+def may_have_long_tests(file: Path) -> bool:
+    """Tells whether a test of a file may be long; profiles of sandboxes are, in the fixtures below."""
+    return re.search(r"mark\.(long|nightly)|sandbox", file.read_text()) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files without long tests where those alone are asked for: importing all takes half a minute."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if is_test and config.option.markexpr in ("long and not nightly", "nightly"):
+        return not may_have_long_tests(collection_path) or None
+    return None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -165,6 +184,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
             item.add_marker("long")
         starts = sum(some for name, some in STARTS.items() if name in names)
         is_long = item.get_closest_marker("long") is not None
+        assert not is_long or may_have_long_tests(item.path), f"{item.path} would be left out where it must run"
         if starts or is_long:
             item.add_marker("processes")
         seconds[item.nodeid] = MEASURED.get(item.originalname, starts + 20 * is_long)
@@ -226,6 +246,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import bundled_folder, make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_folder())
+
+
+@pytest.fixture(scope="session")
+def run_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with 8192 tokens, for whole runs; nobody writes to its folder."""
+    from tests.tiny import make_run_model
+
+    return make_run_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

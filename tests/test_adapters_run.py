@@ -63,6 +63,7 @@ def test_three_adapters_train_on_through_the_deaths_of_an_engine_the_trainer_and
         assert any(not first[key].equal(second[key]) for key in first), "each learns from its own source"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_failed_adapters_source_gets_no_more_episodes(
     commands: list[Command], tiny_model: Path, tmp_path: Path

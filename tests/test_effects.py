@@ -14,7 +14,7 @@ from forge_rl.sandbox import SandboxError
 from forge_rl.sandbox.shared import check_shared_pool
 from tests.commands import Command, metrics, tiny_run
 from tests.seeded_answers import EAGER
-from tests.tiny import bundled_folder, make_tiny_model
+from tests.tiny import make_run_model
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +74,7 @@ async def runs_code(task, episode: Episode):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
+    commands: list[Command], run_model: Path, tmp_path: Path
 ) -> None:
     try:
         check_shared_pool()
@@ -87,7 +87,7 @@ def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
     flags += ("--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1")
     # Colder, a random model repeats itself.
     flags += ("--generator.speculation", f"suffix:{EAGER}", "--generator.temperature", "0.1")
-    command = tiny_run(commands, tiny_model, out, *flags, "--generator.max-model-len", "512")
+    command = tiny_run(commands, run_model, out, *flags, "--generator.max-model-len", "512")
     assert command.end(300) == 0, command.output
     rows = metrics(out)
     effects = ("tools/cache_hits", "sandbox/warm", "rollout/drafted", "rollout/accepted")
@@ -97,7 +97,7 @@ def test_effects_of_tools_code_rewards_and_drafts_are_above_zero_in_a_run(
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], run_model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     for name, sign in (("sums", 1), ("differences", -1)):
         rows = [{"question": f"What is {number} {sign:+}?", "answer": str(number + sign)} for number in range(8)]
@@ -111,7 +111,7 @@ def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny
     flags += ("--generator.dtype", "bfloat16", "--generator.quantization", "fp8")
     flags += ("--weights.mirror", f"file://{tmp_path}/versions")
     flags += ("--data.system", "Answer with letters, please. " * 20, "--checkpoint-every", "0")
-    command = tiny_run(commands, tiny_model, out, *flags)
+    command = tiny_run(commands, run_model, out, *flags)
     command.wait_for("step +2/")
     missing = {"groups/replaced_uniform", "groups/overtaken", "generator/spares", "curriculum/passed_over"}
     missing |= {"data/mixture_shift", "generator/prefix_hits", "generator/prefilled_again", "weights/mirrored_share"}
@@ -127,7 +127,7 @@ def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny
     rows = [row for row in metrics(out) if "tokens/packed" in row]
     assert all(row["tokens/packed"] < row["tokens/train"] for row in rows)
     assert min(row.get("weights/mirrored_share", 1.0) for row in rows) < 1, "later versions are written as changes"
-    tensors = load_file(tiny_model / "model.safetensors")
+    tensors = load_file(run_model / "model.safetensors")
     linear_weights = sum(values.numel() for name, values in tensors.items() if "_proj" in name)
     assert {row["generator/quantized_bytes"] for row in rows} == {linear_weights}
 
@@ -136,7 +136,7 @@ def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny
 @pytest.mark.timeout(600)
 def test_effects_of_flags_for_experts_are_above_zero_in_a_run(commands: list[Command], tmp_path: Path) -> None:
     config = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
-    model = make_tiny_model(tmp_path / "model", bundled_folder(), family="qwen3_moe", **config)
+    model = make_run_model(tmp_path, family="qwen3_moe", **config)
     out = tmp_path / "run"
     flags = ("--steps", "2", "--groups-per-batch", "4", "--evaluation.every", "0", "--checkpoint-every", "0")
     flags += ("--trainer.expert-parallel-degree", "2", "--trainer.expert-balance", "least_loaded")

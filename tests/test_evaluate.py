@@ -260,14 +260,14 @@ class Twice:
 
 
 async def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
-    tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+    run_model: Path, tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
     rows = tmp_path / "gsm8k.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(2)))
     config = Config(
-        models=(str(tiny_model),),
+        models=(str(run_model),),
         tasks=(f"own={rows}",),
         data=DataConfig(template="Q: {{ question }}"),
         benchmark=(f"gsm8k={rows}",),
@@ -287,8 +287,8 @@ async def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
     assert sorted(task.prompt for task in tasks if task.source == "own") == ["Q: 0 + 1?", "Q: 1 + 1?"]
 
 
-def test_benchmarks_get_room_for_their_answers_unless_flags_set_it(tiny_model: Path) -> None:
-    folders = {"m": tiny_model}
+def test_benchmarks_get_room_for_their_answers_unless_flags_set_it(run_model: Path) -> None:
+    folders = {"m": run_model}
     config = Config(models=("m",), benchmark=("gsm8k=rows.jsonl",))
     room = with_room(config, folders).generator
     assert (room.max_model_len, room.max_tokens) == (512, 256), "half of the tiny model's context"
@@ -304,7 +304,7 @@ def test_with_many_models_each_is_compared_with_the_first() -> None:
 
 
 def test_models_are_evaluated_once_under_one_set_of_settings(
-    tiny_model: Path,
+    run_model: Path,
     tmp_path: Path,
     nothing_left: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -312,9 +312,9 @@ def test_models_are_evaluated_once_under_one_set_of_settings(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
-    other = shutil.copytree(tiny_model, tmp_path / "other")
+    other = shutil.copytree(run_model, tmp_path / "other")
     config = Config(
-        models=(str(tiny_model), str(other)),
+        models=(str(run_model), str(other)),
         tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
         evaluation=EvalTasks(tasks=3),
         rewards=("tests.test_evaluate:odd_length",),
@@ -323,7 +323,7 @@ def test_models_are_evaluated_once_under_one_set_of_settings(
     )
     asyncio.run(main(config))
     written = json.loads((tmp_path / "scores.json").read_text())
-    assert list(written["models"]) == [str(tiny_model), str(other)]
+    assert list(written["models"]) == [str(run_model), str(other)]
     scores = written["models"][str(other)]["sets"]
     tasks = build_sets(config)["chain_sum"]
     expected = sum(len(task.messages[-1]["content"]) % 2 for task in tasks) / len(tasks)

@@ -82,6 +82,19 @@ async def test_a_source_with_an_adapter_is_written_with_it_in_batches_and_evalua
     assert sorted(sampling.adapter for _, sampling in generator.seen[:-1]) == [""] * 8 + ["math"] * 8
 
 
+async def test_a_source_that_is_left_out_gets_no_more_episodes() -> None:
+    generator = StagedGenerator()
+    mixture = Mixture({name: CountingSource(name) for name in ("counting", "other")})
+    executor = rollouts(generator=generator, mixture=mixture, groups=4, schedule=ScheduleConfig(kind="synchronous"))
+    batch_sources = []
+    for generator.version in range(4):
+        batch = await executor.next_batch()
+        batch_sources.append(sorted(group.task.source for group in batch.groups))
+        if generator.version == 1:  # while the second batch trains
+            executor.leave_out(["other"])
+    assert batch_sources == [["counting"] * 2 + ["other"] * 2] * 2 + [["counting"] * 4] * 2
+
+
 def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
     async def two_batches(seed: int) -> list[str]:
         generator = StagedGenerator()

@@ -19,7 +19,7 @@ from forge_rl.metrics import TensorBoardSink, WandbSink
 from forge_rl.models import bundled
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.sandbox.providers.containers import container_provider
-from tests.commands import Command, actor_of, tiny_run
+from tests.commands import Command, tiny_run
 from tests.fake_engine import FOLDER
 
 ROOT = Path(__file__).parent.parent
@@ -55,10 +55,10 @@ def test_a_feature_whose_package_is_missing_names_the_extra_in_one_line(
     assert package in {re.split(r"[>=<]", each)[0].replace("-", "_") for each in listed}
 
 
-def test_a_run_without_optional_packages_ends_at_a_lost_engine_and_resumes_to_its_end(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_without_optional_packages_reaches_its_end(
+    commands: list[Command], run_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run on a user's file needs none of them; an engine without restarts left ends it, with one message."""
+    """A run on a user's file needs none of them."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
@@ -69,32 +69,12 @@ def test_a_run_without_optional_packages_ends_at_a_lost_engine_and_resumes_to_it
     monkeypatch.setenv(FOLDER, str(tmp_path))
     rows = [{"question": f"{n} + 1 = ?", "answer": n + 1} for n in range(12)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = (
-        "--tasks",
-        str(tmp_path / "sums.jsonl"),
-        "--evaluation.every",
-        "0",
-        "--generator.restart.max-restarts",
-        "0",
-    )
     out = tmp_path / "run"
-    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "100000", recipe="tests.tiny_fake")
-    command.wait_for("step +2/")
+    flags = ("--tasks", str(tmp_path / "sums.jsonl"), "--evaluation.every", "0", "--steps", "2")
+    command = tiny_run(commands, run_model, out, *flags, recipe="tests.tiny_fake")
+    command.wait_for("step +1/2")  # now all its processes are seen
+    assert command.end(240) == 0, command.output
     assert "no TensorBoard curves: drawing curves needs tensorboard, which is not installed; pip" in command.output
-    actor_of(command, "generator").kill()
-    assert command.end() == 1, command.output
-    error = command.output[command.output.rindex("error:") :]
-    for word in ("generator", "SIGKILL", "phase"):
-        assert word in error
-    assert "Traceback" not in command.output
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["outcome"] == "failed"
-    assert "SIGKILL" in summary["cause"]
-    assert command.strays() == []
-
-    steps = summary["steps"] + 2
-    command = tiny_run(commands, tiny_model, out, *flags, "--steps", str(steps), recipe="tests.tiny_fake")
-    assert command.end() == 0, command.output
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["outcome"], summary["steps"]) == ("finished", steps)
+    assert (summary["outcome"], summary["steps"]) == ("finished", 2)
     assert command.strays() == []

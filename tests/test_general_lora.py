@@ -320,7 +320,7 @@ def test_adapters_of_a_model_with_experts_are_refused_on_cpu_before_anything_sta
     shared += ("--generator.max-model-len", "128", "--generator.kv-cache-gib", "0.1", "--lora.rank", "4")
     for flags in (("--generator.adapters", "served"), ("--generator.max-loras", "2")):
         for plan in ((), ("--plan",)):
-            assert run_here("grpo", *shared, *flags, *plan, monkeypatch=monkeypatch) != 0
+            assert run_here("recipes.grpo", *shared, *flags, *plan, monkeypatch=monkeypatch) != 0
             printed = capsys.readouterr()
             assert message in " ".join((printed.out + printed.err).split()), (flags, plan)
     for main, config in (

@@ -40,7 +40,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from recipes.grpo import Config
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import share_angles
-from tests.test_layouts import relays
+from tests.test_layouts import UPDATES, relays
 from tests.zoo.folders import write, write_for_ranks
 from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
@@ -175,11 +175,11 @@ def test_replayed_experts_train_as_the_native_family_does(tmp_path: Path):
         for code in codes
         for replay in ({}, {"router_replay": True})
     ]
-    native, native_replay, general, general_replay = layouts.train(tmp_path, cases, 3)
+    native, native_replay, general, general_replay = layouts.train(tmp_path, cases, UPDATES)
     tensor = layouts.Case(
         family="qwen3_moe", name="TP", ranks=2, degrees=tuple((codes[1] | TP | {"router_replay": True}).items())
     )
-    (tensor_replay,) = layouts.train(tmp_path, [tensor], 3)
+    (tensor_replay,) = layouts.train(tmp_path, [tensor], UPDATES)
     for result, expected in ((general, native), (general_replay, native_replay), (tensor_replay, native_replay)):
         deviation = layouts.compare(result, expected)
         assert max(deviation.loss, deviation.grad_norm, deviation.of_way) < 1e-9, deviation
@@ -263,7 +263,7 @@ def test_tensor_parallel_ranks_of_several_shares_train_as_one_process(tmp_path: 
     pairs = [(cases[0], on_transformers(folders[0], 4, {})), (on_transformers(folders[2], 4, {}), cases[5])]
     by_rank = run_ranks(relays, 4, tmp_path, pairs)
     for index, (first, then) in enumerate(pairs):
-        (expected,) = layouts.train(tmp_path, [on_transformers(first.family, 1, {})], 3)
+        (expected,) = layouts.train(tmp_path, [on_transformers(first.family, 1, {})], UPDATES)
         resumed = layouts.assemble(then, [parts[index] for parts in by_rank])
         for name, values in expected.weights.items():
             assert (resumed[name] - values).norm() < 1e-9 * values.norm(), (first, then, name)
@@ -283,8 +283,8 @@ def on_transformers(family: str, ranks: int, settings: Mapping[str, Any]) -> lay
 def check_layouts(folder: Path, cases: list[layouts.Case], settings: Mapping[str, Any] | None = None) -> None:
     """Train in each layout, and in one process of these settings."""
     alone = {family: on_transformers(family, 1, settings or {}) for family in {case.family: None for case in cases}}
-    expected = dict(zip(alone, layouts.train(folder, list(alone.values()), 3), strict=True))
-    for case, result in zip(cases, layouts.train(folder, cases, 3), strict=True):
+    expected = dict(zip(alone, layouts.train(folder, list(alone.values()), UPDATES), strict=True))
+    for case, result in zip(cases, layouts.train(folder, cases, UPDATES), strict=True):
         deviation = layouts.compare(result, expected[case.family])
         assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
 
@@ -558,7 +558,7 @@ def test_a_whole_run_of_two_steps(name: str, tmp_path: Path):
         assert row["run_gap"] < 1e-2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_whole_run_on_tensor_parallel_ranks_that_replay_experts(tmp_path: Path):
     name = "mistralai/Mixtral-8x7B-Instruct-v0.1"
     write(name, tmp_path / "zoo" / "model", num_key_value_heads=2)

@@ -35,6 +35,8 @@ from tests.fakes import make_model, packed, random_batch
 from tests.tiny import bundled_folder, make_tiny_model
 
 FAMILIES = tuple(layouts.FAMILIES)
+UPDATES = 2
+"""Updates in each layout: the second depends on the optimizer's moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +60,10 @@ def check(folder: Path, cases: list[layouts.Case], loss: Loss | None = None) -> 
     layouts.make_models(folder, families)
     given = {} if loss is None else {"loss": loss}
     alone = list(dict.fromkeys(map(layouts.alone, cases)))
-    expected = dict(zip(alone, layouts.train(folder, alone, 3, **given), strict=True))
+    expected = dict(zip(alone, layouts.train(folder, alone, UPDATES, **given), strict=True))
     for ranks in sorted({case.ranks for case in cases}):
         together = [case for case in cases if case.ranks == ranks]
-        for case, found in zip(together, layouts.train(folder, together, 3, **given), strict=True):
+        for case, found in zip(together, layouts.train(folder, together, UPDATES, **given), strict=True):
             deviation = layouts.compare(found, expected[layouts.alone(case)])
             assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
             if computed_tokens(case) == computed_tokens(layouts.alone(case)):  # a prefix in two rows counts twice
@@ -136,13 +138,13 @@ def test_a_loss_over_whole_sequences_has_one_gradient_where_rows_are_split(tmp_p
 
 
 def relay(rank: int, folder: Path, first: layouts.Case, then: layouts.Case) -> layouts.Shards:
-    """Train an update in one layout, save, load in another one, and train two more."""
+    """Train an update in one layout, save, load in another one, and train the others."""
     from forge_rl.engines.titan.train import TitanEngine
 
     saved = folder / f"{first.family}, {first.name} to {then.name}"
-    batches = layouts.batches(3)
+    batches = layouts.batches(UPDATES)
     engine = TitanEngine(folder / first.family, first.settings)
-    layouts.update(engine, first, batches[0], rank, 3)
+    layouts.update(engine, first, batches[0], rank, UPDATES)
     if rank == 0:
         for part in ("model", "training"):
             (saved / part).mkdir(parents=True)
@@ -152,7 +154,7 @@ def relay(rank: int, folder: Path, first: layouts.Case, then: layouts.Case) -> l
     other = TitanEngine(folder / then.family, then.settings)
     assert other.load_training_state(saved / "training") == 1
     for batch in batches[1:]:
-        layouts.update(other, then, batch, rank, 3)
+        layouts.update(other, then, batch, rank, UPDATES)
     return layouts.shards_of(other)
 
 
@@ -176,7 +178,7 @@ def test_training_continues_in_another_layout_as_in_the_first(ranks: int, order:
         named = {case.name: case for case in layouts.cases([family]) if case.ranks == ranks}
         pairs += [(named[first], named[then]) for first, then in itertools.pairwise(order)]
     alone = [layouts.alone(pairs[index][0]) for index in (0, -1)]
-    trained = layouts.train(tmp_path, alone, 3)
+    trained = layouts.train(tmp_path, alone, UPDATES)
     expected = dict(zip(families, trained, strict=True))
     by_rank = run_ranks(relays, ranks, tmp_path, pairs)
     for index, (first, then) in enumerate(pairs):

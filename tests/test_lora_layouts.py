@@ -17,7 +17,7 @@ from forge_rl.models.adapter_products import merged_weight
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import combine_shards, draft, factor_names
 from tests.fakes import make_model, packed, random_batch
-from tests.test_layouts import relays
+from tests.test_layouts import UPDATES, relays
 
 LORA = LoRAConfig(rank=3, alpha=6.0, publish="merged")
 WHOLE = replace(LORA, rank=4, targets=("all-linear", "experts", "lm_head"))
@@ -48,9 +48,9 @@ def check(folder: Path, cases: list[layouts.Case]) -> None:
     layouts.make_models(folder, FAMILIES)
     singles = [alone(case) for case in cases]
     unique = list(dict.fromkeys(singles))
-    expected = dict(zip(unique, layouts.train(folder, unique, 3), strict=True))
+    expected = dict(zip(unique, layouts.train(folder, unique, UPDATES), strict=True))
     deviations = {}
-    for case, single, trained in zip(cases, singles, layouts.train(folder, cases, 3), strict=True):
+    for case, single, trained in zip(cases, singles, layouts.train(folder, cases, UPDATES), strict=True):
         deviation = layouts.compare(trained, expected[single])
         moved = {name for name, start in trained.start.items() if not start.equal(trained.weights[name])}
         assert moved
@@ -172,7 +172,7 @@ def test_adapters_go_on_in_another_layout(tmp_path: Path):
     named = {(case.family, case.name): case for case in adapted_cases(("llama", "qwen3_moe"), ranks=2)}
     places = [(("llama", "FSDP"), ("llama", "TP")), (("qwen3_moe", "FSDP"), ("qwen3_moe", "EP"))]
     pairs = [(named[first], named[second]) for first, second in (*places, places[1][::-1])]
-    expected = layouts.train(tmp_path, [alone(first) for first, _ in pairs], 3)
+    expected = layouts.train(tmp_path, [alone(first) for first, _ in pairs], UPDATES)
     by_rank = run_ranks(relays, 2, tmp_path, pairs)
     for index, (_, then) in enumerate(pairs):
         weights = layouts.assemble(then, [parts[index] for parts in by_rank])

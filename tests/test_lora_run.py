@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from forge_rl.models.resolve import resolve_model
-from tests.commands import Command, metrics, tiny_run
+from tests.commands import Command, metrics, tiny_flags, tiny_run
 from tests.test_run import run_here
 from tests.tiny import bundled_folder, make_tiny_model
 from tests.zoo.folders import write
@@ -28,15 +28,19 @@ def factors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(1800)
 def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
+    commands: list[Command],
+    run_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     out = tmp_path / "run"
     flags = (*LORA, "--schedule.kind", "synchronous")
-    command = tiny_run(commands, tiny_model, out, *flags, "--steps", "2")
+    command = tiny_run(commands, run_model, out, *flags, "--steps", "2")
     assert command.end(600) == 0, command.output
     assert "LoRA of rank 4 on all-linear" in command.output
     assert "chosen: --trainer.optimizer.lr 0.0003: 3e-05 for models up to" in command.output
-    again = tiny_run(commands, tiny_model, out, *flags, "--steps", "4")
+    again = tiny_run(commands, run_model, out, *flags, "--steps", "4")
     assert again.end(600) == 0, again.output
     assert "continued from" in again.output
     gaps = {row["step"]: row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row}
@@ -50,14 +54,14 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     assert min(moved) > 0, "resumed adapters are trained on"
     assert (
         sum(path.stat().st_size for path in second.rglob("*.distcp"))
-        < tiny_model.joinpath("model.safetensors").stat().st_size / 10
+        < run_model.joinpath("model.safetensors").stat().st_size / 10
     )
-    _check_merged(tiny_model, second, tmp_path / "merged", commands)
+    _check_merged(run_model, second, tmp_path / "merged", monkeypatch)
     resolved = resolve_model(str(second), tmp_path / "cache")
-    assert load_file(resolved / "model.safetensors").keys() == load_file(tiny_model / "model.safetensors").keys()
-    other = tiny_run(commands, tiny_model, out, *flags, "--lora.rank", "8", "--steps", "6")
-    assert other.end(120) != 0
-    assert "--lora.rank was 4, is 8" in other.output
+    assert load_file(resolved / "model.safetensors").keys() == load_file(run_model / "model.safetensors").keys()
+    other_rank = (*tiny_flags(run_model, out), *flags, "--lora.rank", "8", "--steps", "6")
+    assert run_here("tests.tiny", *other_rank, monkeypatch=monkeypatch) == 1
+    assert "--lora.rank was 4, is 8" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -94,7 +98,9 @@ def test_a_run_trains_over_a_quantized_base_that_engines_sample_from_and_goes_on
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], tmp_path: Path):
+def test_a_run_trains_experts_and_the_head_and_goes_on(
+    commands: list[Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Every version is attested by the engines, which the gap to the trainer shows too."""
     sizes = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     model = make_tiny_model(tmp_path / "model", bundled_folder(), tied=False, family="qwen3_moe", **sizes)
@@ -111,7 +117,7 @@ def test_a_run_trains_experts_and_the_head_and_goes_on(commands: list[Command], 
     moved = {name: float((values - factors_of(first)[name]).norm()) for name, values in factors_of(second).items()}
     assert min(moved.values()) > 0, "resumed adapters are trained on"
     assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in moved} >= {"experts", "base_layer", "lm_head"}
-    _check_merged(model, second, tmp_path / "merged", commands)
+    _check_merged(model, second, tmp_path / "merged", monkeypatch)
 
 
 @pytest.mark.nightly
@@ -166,19 +172,17 @@ def test_the_plan_counts_adapters(
     engine = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25", "--loss", "clipped:kl_coef=0.1")
     plans = []
     for flags in ((), ("--lora.rank", "4")):
-        assert run_here("grpo", *shared, *engine, *flags, monkeypatch=monkeypatch) == 0
+        assert run_here("recipes.grpo", *shared, *engine, *flags, monkeypatch=monkeypatch) == 0
         plans.append(capsys.readouterr().out)
     assert "LoRA" in plans[1]
     assert "LoRA" not in plans[0]
 
 
-def _check_merged(base: Path, checkpoint: Path, folder: Path, commands: list[Command]) -> None:
+def _check_merged(base: Path, checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merge a checkpoint's adapters into a folder, and compare its logits with peft's of the adapters."""
     from transformers import AutoModelForCausalLM
 
-    merging = Command("apps.merge", str(checkpoint), str(folder))
-    commands.append(merging)
-    assert merging.end(300) == 0, merging.output
+    assert run_here("apps.merge", str(checkpoint), str(folder), monkeypatch=monkeypatch) == 0
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(model, checkpoint / "model").eval()
     merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -10,8 +10,9 @@ import pytest
 
 from forge_rl.metrics.episode_reader import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
-from tests.commands import Command, metrics, tiny_run
+from tests.commands import Command, metrics, tiny_flags, tiny_run
 from tests.seeded_answers import EAGER
+from tests.test_run import run_here
 
 WORLD = """
 from forge_rl.envs.protocol import Observation, Step
@@ -34,14 +35,18 @@ class World:
 
 @pytest.mark.long
 def test_a_run_trains_in_a_users_world_and_refuses_an_edited_one(
-    commands: list[Command], tiny_model: Path, tmp_path: Path
+    commands: list[Command],
+    run_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path, out = tmp_path / "mine.py", tmp_path / "run"
     path.write_text(WORLD)
     flags = ("--env", f"{path}:World,turns=3", "--steps", "2", "--evaluation.every", "2", "--checkpoint-every", "1")
     # Colder, a random model repeats itself, and drafts are taken.
     flags += ("--generator.speculation", f"suffix:{EAGER}", "--generator.temperature", "0.1")
-    command = tiny_run(commands, tiny_model, out, *flags)
+    command = tiny_run(commands, run_model, out, *flags)
     assert command.end(400) == 0, command.output
     episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     assert {episode["turns"] for episode in episodes if episode["step"]} == {3}
@@ -62,6 +67,6 @@ def test_a_run_trains_in_a_users_world_and_refuses_an_edited_one(
     assert any("cut" in name for row in rows for name in row), rows[-1]
 
     path.write_text(WORLD.replace("aeiou", "aeiouy"))
-    again = tiny_run(commands, tiny_model, out, *flags, "--steps", "3")
-    assert again.end(400) == 1
-    assert "mine.py was edited" in again.output
+    shared = tiny_flags(run_model, out)
+    assert run_here("tests.tiny", *shared, *flags, "--steps", "3", monkeypatch=monkeypatch) == 1
+    assert "mine.py was edited" in capsys.readouterr().err

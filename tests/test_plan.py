@@ -212,14 +212,18 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_plan_counts_a_quantized_base_that_is_published_whole(ranks: int, tmp_path: Path):
-    layers = 200
-    write_config(tmp_path, layers)
-    trainer = Trainer.Config(ranks=ranks, seq_len=128, dtype="float32")
+    layers = 24
+    config = write_config(tmp_path, layers)
+    config.vocab_size = 1000  # with few tokens a row, so that a step needs little beside the layers
+    config.save_pretrained(tmp_path)
+    trainer = Trainer.Config(ranks=ranks, seq_len=32, dtype="float32")
     parts = {}
     for base_format in ("full", "nf4"):
         lora = LoRAConfig(rank=4, base_format=base_format)  # type: ignore[arg-type]
-        config = Config(model=str(tmp_path), trainer=trainer, lora=lora, generator=Generator.Config(max_model_len=64))
-        parts[base_format] = plan_run(config, RunModels(policy=tmp_path))[0].parts
+        run_config = Config(
+            model=str(tmp_path), trainer=trainer, lora=lora, generator=Generator.Config(max_model_len=32)
+        )
+        parts[base_format] = plan_run(run_config, RunModels(policy=tmp_path))[0].parts
     name = "dequantised base, while a version is written whole, beyond what a step needs"
     assert name not in parts["full"]
     held_parts = {

@@ -36,6 +36,7 @@ from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import draft, factor_names
 from tests.fakes import make_model, packed, random_batch, train_batch
 from tests.lora_engines import LOSS, engine_of, gradient_deviation, saved, trained_engine
+from tests.test_layouts import UPDATES
 from tests.test_lora_layouts import alone
 from tests.zoo.folders import write
 from tests.zoo.general import GENERAL
@@ -256,8 +257,8 @@ def test_layouts_of_two_ranks_train_over_a_quantized_base_as_one_process(tmp_pat
     ]
     single_cases = [alone(case) for case in cases]
     unique = list(dict.fromkeys(single_cases))
-    expected = dict(zip(unique, layouts.train(tmp_path, unique, 3), strict=True))
-    for case, single, trained in zip(cases, single_cases, layouts.train(tmp_path, cases, 3), strict=True):
+    expected = dict(zip(unique, layouts.train(tmp_path, unique, UPDATES), strict=True))
+    for case, single, trained in zip(cases, single_cases, layouts.train(tmp_path, cases, UPDATES), strict=True):
         deviation = layouts.compare(trained, expected[single])
         assert max(deviation.worst, deviation.of_way) < 1e-10, case.name
         assert any(not start.equal(trained.weights[name]) for name, start in trained.start.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.ports import unused_port
 from forge_rl.engines.remote import KEY_VARIABLE
 from tests.commands import TASKS, Command, metrics, signal_all, tasks_by_step, tiny_run
+from tests.test_run import run_here
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
@@ -102,7 +104,12 @@ def test_a_run_whose_only_engine_is_elsewhere_trains(
 
 
 def test_without_a_server_or_a_key_a_run_says_how_to_get_one(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+    commands: list[Command],
+    tiny_model: Path,
+    tmp_path: Path,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     urls = ("--generator.urls", f"http://127.0.0.1:{port}")
     command = tiny_run(commands, tiny_model, tmp_path / "run", *urls, "--generator.replicas", "0")
@@ -110,8 +117,9 @@ def test_without_a_server_or_a_key_a_run_says_how_to_get_one(
     assert f"the engine at http://127.0.0.1:{port} does not answer" in command.output
     assert "forge-rl serve-engine --model MODEL" in command.output
     monkeypatch.delenv(KEY_VARIABLE)
-    served = Command("apps.serve_engine", "--model", str(tiny_model), "--port", str(port))
-    commands.append(served)
-    assert served.end() == 1
-    assert f"{KEY_VARIABLE} is not set" in served.output
-    assert sys.executable not in served.output
+    monkeypatch.setattr(os, "execve", pytest.fail)  # with a key, the server would take this process's place
+    serving = ("--model", str(tiny_model), "--port", str(port))
+    assert run_here("apps.serve_engine", *serving, monkeypatch=monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert f"{KEY_VARIABLE} is not set" in error
+    assert sys.executable not in error

@@ -22,19 +22,20 @@ from forge_rl.services.service_start import ServiceStart
 from forge_rl.types import Episode, Task
 from tests.fake_actors import cluster
 from tests.fake_envs import length, negative, task_of
+from tests.tiny import RUN_VOCABULARY
 
 TASK = Task(id="t", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
 ANSWERS = ("5", "I think that it is five, but I am not sure at all.", "no", "It is 5.")
 
 
 def make_classifier(folder: Path, tokenizer_from: Path, *, labels: int = 1) -> Path:
-    """A random Llama of 3 M parameters that classifies."""
+    """A random Llama of 0.6 M parameters that classifies."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=RUN_VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -50,8 +51,8 @@ def make_classifier(folder: Path, tokenizer_from: Path, *, labels: int = 1) -> P
 
 
 @pytest.fixture(scope="module")
-def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_classifier(tmp_path_factory.mktemp("classifier") / "model", tiny_model)
+def classifier(run_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_classifier(tmp_path_factory.mktemp("classifier") / "model", run_model)
 
 
 def episode_of(text: str, task: Task = TASK) -> Episode:
@@ -163,17 +164,17 @@ def test_without_a_padding_token_scores_are_the_same(classifier: Path, tmp_path:
     assert scores_of(RewardModel(path=folder), *ANSWERS) == pytest.approx(truth, abs=rounding(folder))
 
 
-def test_of_several_labels_the_last_ones_probability_counts(tiny_model: Path, tmp_path: Path):
+def test_of_several_labels_the_last_ones_probability_counts(run_model: Path, tmp_path: Path):
     import torch
 
-    folder = make_classifier(tmp_path / "model", tiny_model, labels=3)
+    folder = make_classifier(tmp_path / "model", run_model, labels=3)
     truth = torch.tensor(expected(folder, "5")).softmax(-1)[-1].item()
     checkpoint = RewardModel(path=tmp_path)  # the folder of a checkpoint has its model in a folder `model`
     assert scores_of(checkpoint, "5") == pytest.approx([truth], abs=rounding(folder))
 
 
-def test_a_folder_that_cannot_score_is_refused_with_its_reason(classifier: Path, tiny_model: Path, tmp_path: Path):
-    causal = shutil.copytree(tiny_model, tmp_path / "causal")
+def test_a_folder_that_cannot_score_is_refused_with_its_reason(classifier: Path, run_model: Path, tmp_path: Path):
+    causal = shutil.copytree(run_model, tmp_path / "causal")
     config = json.loads((causal / "config.json").read_text())
     (causal / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]}))
     bare = shutil.copytree(classifier, tmp_path / "bare")

@@ -19,19 +19,19 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.long
-def test_ctrl_c_saves_and_the_same_command_continues(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_continues(commands: list[Command], run_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    arguments = ("--steps", "25", "--checkpoint-every", "3", "--seed", "3", "--schedule.max-lag", "0")
+    arguments = ("--steps", "16", "--checkpoint-every", "3", "--seed", "3", "--schedule.max-lag", "0")
     arguments += ("--evaluation.every", "2", "--evaluation.episodes", "2", "--evaluation.temperature", "1")
-    stopped = tiny_run(commands, tiny_model, out, *arguments)
-    stopped.wait_for("step +5/25")
+    stopped = tiny_run(commands, run_model, out, *arguments)
+    stopped.wait_for("step +5/16")
     stopped.process.send_signal(signal.SIGINT)
     assert stopped.end() == 130, stopped.output
     assert "Traceback" not in stopped.output
     assert stopped.strays() == []
     before = metrics(out)
     done = int(before[-1]["step"])
-    assert 5 <= done < 25
+    assert 5 <= done < 16
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved[-1] == f"step-{done:06d}"
     assert "saved step" in stopped.output or done % 3 == 0
@@ -42,24 +42,24 @@ def test_ctrl_c_saves_and_the_same_command_continues(commands: list[Command], ti
         if name > "step-000003":
             shutil.rmtree(out / "checkpoints" / name)
     memory = shared_memory()
-    continued = tiny_run(commands, tiny_model, out, *arguments)
+    continued = tiny_run(commands, run_model, out, *arguments)
     continued.wait_for("continued from .*step-000003")
-    continued.wait_for("step +10/25")  # now all its processes are seen
+    continued.wait_for("step +10/16")  # now all its processes are seen
     assert continued.end(300) == 0, continued.output
     after = metrics(out)
-    assert [row["step"] for row in after] == list(range(26))
+    assert [row["step"] for row in after] == list(range(17))
     for ours, theirs in zip(after[4 : done + 1], before[4:], strict=True):
         assert ours["seconds/train"] != theirs["seconds/train"], "it was trained again"
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert ours.get("held_out") == pytest.approx(theirs.get("held_out", ours.get("held_out")), abs=1e-6)
-    check_folder(out, steps=25, redone=done - 3)
+    check_folder(out, steps=16, redone=done - 3)
     assert continued.strays() == []
     assert not forgotten(memory)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = out / "checkpoints" / "step-000025" / "model"
+    folder = out / "checkpoints" / "step-000016" / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = AutoTokenizer.from_pretrained(folder)("2 + 2 =", return_tensors="pt")
     assert model(**prompt).logits.isfinite().all()
@@ -109,14 +109,14 @@ class Ended(Exception):
     """The exit status of a process that would have ended."""
 
 
-def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs a recipe's command in this process; returns its exit status."""
+def run_here(module_name: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs a module's command in this process; returns its exit status."""
 
     def end(status: int) -> NoReturn:
         raise Ended(status)
 
     monkeypatch.setattr(os, "_exit", end)
-    module = importlib.import_module(f"recipes.{recipe}")
+    module = importlib.import_module(module_name)
     try:
         launch(module.Config, module.main, args=args)
     except Ended as ended:
@@ -147,7 +147,7 @@ def test_a_wrong_value_is_one_clear_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = () if "--out" in arguments else ("--out", str(tmp_path / "run"))
-    status = run_here("grpo", "--display", "plain", *arguments, *out, monkeypatch=monkeypatch)
+    status = run_here("recipes.grpo", "--display", "plain", *arguments, *out, monkeypatch=monkeypatch)
     printed = capsys.readouterr()
     assert status == 1, printed.out + printed.err
     assert said in printed.err
@@ -156,6 +156,6 @@ def test_a_wrong_value_is_one_clear_message(
 
 
 def test_an_unknown_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_here("grpo", "--grup-size", "8", monkeypatch=monkeypatch) == 2
+    assert run_here("recipes.grpo", "--grup-size", "8", monkeypatch=monkeypatch) == 2
     printed = capfd.readouterr()
     assert "--group-size" in printed.out + printed.err, "the nearest flag is named"

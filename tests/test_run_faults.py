@@ -77,14 +77,14 @@ def check_what_it_trained_on(out: Path) -> int:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+    commands: list[Command], run_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before = shared_memory()
     out = tmp_path / "run"
     arguments = (*COLOCATED, "--generator.replicas", "2", "--reward.replicas", "2", "--trainer.ranks", "2")
     arguments += ("--trainer.minibatches", "2", "--loss", "clipped:kl_coef=0.1", "--checkpoint-every", "10")
     arguments += ("--weights.shm", str(shm))
-    command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
+    command = tiny_run(commands, run_model, out, "--steps", "100000", *arguments)
     command.wait_for("step +3/")
     # Others may tell all processes to stop; these wait for the controller, vLLM's own too.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -123,7 +123,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     assert not forgotten(before)
 
     steps = check_what_it_trained_on(out)
-    again = tiny_run(commands, tiny_model, out, "--steps", str(steps + 1), *arguments)
+    again = tiny_run(commands, run_model, out, "--steps", str(steps + 1), *arguments)
     again.wait_for("continued from")
     assert again.end(240) == 0, again.output
     counts = [(row["step"], row["updates"]) for row in metrics(out)]
@@ -136,11 +136,11 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_lends_devices_to_a_guest_and_survives_either_death(
-    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+    commands: list[Command], run_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before, out = shared_memory(), tmp_path / "run"
     arguments = ("--schedule.kind", "one_step", "--generator.guests", "1", "--checkpoint-every", "2", *TASKS)
-    command = tiny_run(commands, tiny_model, out, *FOR_EVER, *arguments, "--weights.shm", str(shm))
+    command = tiny_run(commands, run_model, out, *FOR_EVER, *arguments, "--weights.shm", str(shm))
 
     def wait_until_it_lends() -> None:
         seen = len(metrics(out))

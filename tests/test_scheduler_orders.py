@@ -15,7 +15,7 @@ from forge_rl.types import Outcome
 from tests.test_scheduler import Drawn, evaluate, result, schedule
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(["pipelined", "synchronous", "one_step", "asynchronous"]),
     max_lag=st.integers(1, 3),

@@ -52,6 +52,6 @@ def test_what_engines_cannot_serve_is_refused_by_the_plan(
 ):
     engine = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25")
     shared = ("--model", str(tiny_model), "--out", str(tmp_path / "run"), "--display", "plain", "--plan")
-    run_here("grpo", *shared, *engine, *flags, monkeypatch=monkeypatch)
+    run_here("recipes.grpo", *shared, *engine, *flags, monkeypatch=monkeypatch)
     printed = capsys.readouterr()
     assert words in " ".join((printed.out + printed.err).split())

@@ -302,5 +302,5 @@ def schedules(examples: int) -> type[TestCase]:
     return pytest.mark.usefixtures("store_process")(case)
 
 
-TestSchedules = schedules(20)
+TestSchedules = schedules(12)
 TestManySchedules = pytest.mark.nightly(schedules(200))

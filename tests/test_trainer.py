@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import pickle
+import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -265,6 +266,17 @@ async def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
         assert trainer.updates == 10 + bad.index(True) == await trainer.wait_idle(), "those before it count"
         stats = await trainer.step(laid, ClippedSurrogate())
         assert stats["updates"] == trainer.updates == 14 + bad.index(True)
+
+
+@pytest.mark.long
+async def test_a_port_in_use_is_named(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f":{port}") as caught:
+            async with open_trainer(tmp_path, port=port):
+                pytest.fail("the ranks have met")
+    assert "--trainer.port" in caught.value.hint
 
 
 @dataclass

@@ -21,9 +21,9 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
+def model(run_model: Path, tmp_path: Path) -> Path:
     """A copy of a model that opens, for a test to make hostile."""
-    return shutil.copytree(tiny_model, tmp_path / "model")
+    return shutil.copytree(run_model, tmp_path / "model")
 
 
 def edit(path: Path, **values: object) -> None:

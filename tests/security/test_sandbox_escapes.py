@@ -7,13 +7,14 @@ import socket
 import struct
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from forge_rl.sandbox import SandboxError
+from forge_rl.sandbox import PoolSession, SandboxError
+from forge_rl.sandbox.images import ContainerImage
 from forge_rl.sandbox.inside import seccomp
 from tests.container_images import busybox_layer, carried_python, debian_image, image_of
 from tests.sandbox_pool import LIMITS, SharedPool, opened_pool
@@ -73,28 +74,47 @@ def strict_image_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shar
     yield from opened_pool("strict", image=image_of(busybox_layer(store), working_folder="/work"), images=store)
 
 
-@pytest.fixture(autouse=True)
-def healthy(sandbox: SharedPool) -> Iterator[None]:
-    """A neighbour, opened before the attack, lives on, and a new session opens after it."""
+@pytest.fixture(scope="module", autouse=True)
+def neighbours() -> Iterator[dict[SharedPool, PoolSession]]:
+    """A session of each pool, which lives beside all that attack."""
+    sessions: dict[SharedPool, PoolSession] = {}
+    yield sessions
+    for pool, session in sessions.items():
+        if not pool.loop.is_closed():  # with a pool of this module its sessions have ended
+            assert pool.value("1 + 1") == "2", "a new session opens after all attacks"
+            pool.run(session.close())
 
-    async def neighbour():
+
+@pytest.fixture(autouse=True)
+def healthy(sandbox: SharedPool, neighbours: dict[SharedPool, PoolSession]) -> Iterator[None]:
+    """A neighbour, opened before the attack, lives on, and so does the server."""
+
+    async def open_neighbour() -> PoolSession:
         session = await sandbox.pool.open()
         await sandbox.run_in(session, "secret = '7'; open('secret', 'w').write('7')")
         return session
 
-    async def check():
-        seen = "open('secret').read()" + ("" if sandbox.profile == "process" else " + secret")
-        async with session:
-            assert (await sandbox.run_in(session, seen)).value in ("'7'", "'77'")
-        async with sandbox.pool.session() as other:
-            assert (await sandbox.run_in(other, "1 + 1")).value == "2"
-
+    session = neighbours.pop(sandbox, None) or sandbox.run(open_neighbour())
     hosts = list(sandbox.pool.hosts)
-    session = sandbox.run(neighbour())
     yield
-    sandbox.run(check())
+    seen = "open('secret').read()" + ("" if sandbox.profile == "process" else " + secret")
+    assert sandbox.run(sandbox.run_in(session, seen)).value in ("'7'", "'77'")
     assert sandbox.pool.hosts == hosts
     assert not any(host.lost for host in hosts)
+    neighbours[sandbox] = session
+
+
+def refusals(sandbox: SharedPool, attempts: Sequence[str]) -> list[str]:
+    """Run attempts in one fresh session; return the class of each one's error, or "" of one that got through."""
+    code = f"""
+        def refusal(attempt):
+            try: exec(attempt, {{}})
+            except Exception as error: return type(error).__name__
+            return ""
+        [refusal(attempt) for attempt in {list(attempts)!r}]
+    """
+    errors: list[str] = ast.literal_eval(sandbox.value(textwrap.dedent(code)) or "")
+    return errors
 
 
 # What a session could use up.
@@ -186,6 +206,12 @@ def test_limits_cannot_be_raised(sandbox: SharedPool):
 
 # Files.
 
+
+def in_layers(image: ContainerImage, path: str) -> bool:
+    """Tells whether an image has a file."""
+    return any((layer / path[1:]).exists() for layer in image.layers)
+
+
 _MACHINES = ("/etc/passwd", "/etc/shadow", "/x")
 _OWN_IN_PROCESS = (*(str(Path.home()), "/proc/1/environ", "/proc/1/mem", "/proc/sys/kernel/core_pattern", "/dev/shm"),)
 
@@ -199,36 +225,34 @@ def test_what_a_command_sees_is_its_own(sandbox: SharedPool):
     assert all(str(folder).startswith(sys.base_prefix) or not files for folder, _, files in seen)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_the_machines_files_cannot_be_read(sandbox: SharedPool):
+    paths = {
         *("/etc/shadow", str(Path.home()), "/proc/1/environ", "/proc/1/mem", "/proc/kcore"),
         *("/proc/sys/kernel/core_pattern", "/dev/mem", "/dev/kmsg", "/sys/kernel", "/sys/fs/cgroup"),
         *(str(Path(__file__)), "/dev/shm", "/run", "/var/log"),
-    ],
-)
-def test_the_machines_files_cannot_be_read(sandbox: SharedPool, path: str):
-    if sandbox.image is not None and any((layer / path[1:]).exists() for layer in sandbox.image.layers):
-        pytest.skip("is the image's own")
-    if (sandbox.profile == "process" and path in _OWN_IN_PROCESS) or (sandbox.image is not None and path == "/dev/shm"):
-        pytest.skip("is the session's own, or says nothing of others")
-    code = f"import os\nos.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()"
-    assert sandbox.refused(code) in ("FileNotFoundError", "PermissionError")
+    }
+    if sandbox.profile == "process":
+        paths -= {*_OWN_IN_PROCESS}
+    if sandbox.image is not None:  # whose own files these are, or the session's
+        paths -= {"/dev/shm", *(path for path in paths if in_layers(sandbox.image, path))}
+    attempts = [
+        f"import os\nos.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()" for path in paths
+    ]
+    errors = dict(zip(paths, refusals(sandbox, attempts), strict=True))
+    assert {*errors.values()} <= {"FileNotFoundError", "PermissionError"}, errors
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/etc/x", "/usr/x", "/usr/bin/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"],
-)
-def test_nothing_can_be_written_elsewhere(sandbox: SharedPool, path: str):
-    if sandbox.image is not None and not path.startswith(("/proc", "/dev")):
-        written = sandbox.cell(f"open({path!r}, 'w').close()").error
-        assert written is None or written.name == "FileNotFoundError"
-        assert not os.path.lexists(path)
-        assert not any((layer / path[1:]).exists() for layer in sandbox.image.layers)
-        assert sandbox.value(f"import os; os.path.lexists({path!r})") == "False"  # in another session
-        return
-    assert sandbox.refused(f"open({path!r}, 'w')") in ("FileNotFoundError", "PermissionError", "OSError")
+def test_nothing_can_be_written_elsewhere(sandbox: SharedPool):
+    paths = {"/etc/x", "/usr/x", "/usr/bin/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"}
+    errors = dict(zip(paths, refusals(sandbox, [f"open({path!r}, 'w').close()" for path in paths]), strict=True))
+    writable = [path for path in paths if sandbox.image is not None and not path.startswith(("/proc", "/dev"))]
+    assert {errors.pop(path) for path in writable} <= {"", "FileNotFoundError"}
+    assert {*errors.values()} <= {"FileNotFoundError", "PermissionError", "OSError"}, errors
+    assert not any(map(os.path.lexists, paths))
+    if sandbox.image is not None:
+        assert not any(in_layers(sandbox.image, path) for path in writable)
+        in_another_session = sandbox.value(f"import os; any(map(os.path.lexists, {writable!r}))")
+        assert in_another_session == "False"
 
 
 def test_what_all_sessions_run_cannot_be_changed(sandbox: SharedPool):
@@ -388,11 +412,12 @@ def test_dangerous_system_calls_are_refused(sandbox: SharedPool):
     assert {name for name, answer in result.items() if answer != (-1, 1)} == set()
 
 
-@pytest.mark.parametrize("flag", [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000])
-def test_clone_makes_no_namespaces(sandbox: SharedPool, flag: int):
+def test_clone_makes_no_namespaces(sandbox: SharedPool):
+    flags = [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000]
     number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
-    code = f"{CALL}r = call({number}, ctypes.c_long({flag} | 17), 0, 0, 0, 0)\nif r[0] == 0: os._exit(0)\nr"
-    assert sandbox.value(code) == "(-1, 1)"
+    cloned = f"def cloned(flag):\n  r = call({number}, ctypes.c_long(flag | 17), 0, 0, 0, 0)\n"
+    cloned += "  if r[0] == 0: os._exit(0)\n  return r\n"
+    assert sandbox.value(f"{CALL}{cloned}[cloned(flag) for flag in {flags}]") == str([(-1, 1)] * len(flags))
 
 
 def test_clone3_does_not_exist(sandbox: SharedPool):
@@ -446,14 +471,12 @@ def test_programs_with_setuid_stay_what_they_are(sandbox: SharedPool):
 # The network.
 
 
-@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
-def test_no_sockets(sandbox: SharedPool, family: str):
-    if sandbox.has_network and family in ("AF_INET", "AF_INET6", "AF_UNIX"):
-        pytest.skip("an image's programs have a network of their own")
-    if sandbox.has_network:
-        assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "OSError"
-        return
-    assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "PermissionError"
+def test_no_sockets(sandbox: SharedPool):
+    families = ["AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"]
+    if not sandbox.has_network:  # an image's programs have a network of their own
+        families += ["AF_INET", "AF_INET6", "AF_UNIX"]
+    errors = refusals(sandbox, [f"import socket; socket.socket(socket.{family})" for family in families])
+    assert errors == ["OSError" if sandbox.has_network else "PermissionError"] * len(families)
 
 
 def test_the_network_of_an_image_leads_nowhere(sandbox: SharedPool):
