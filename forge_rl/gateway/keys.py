@@ -81,19 +81,10 @@ def read_key(file: Path) -> str:
     Raises:
         ConfigError: the file holds no key, or other users may read or write it.
     """
-    return checked_key(read_key_file(file, most_bytes=_MOST_KEY_BYTES + 1), f"the key file {file}")
-
-
-def checked_key(text: str, place: str) -> str:
-    """Return the key in a text, without the white space around it, which no header could send.
-
-    Raises:
-        ConfigError: the text holds no key; names its place.
-    """
-    key = text.strip()
+    key = read_key_file(file, most_bytes=_MOST_KEY_BYTES + 1).strip()
     if not key or len(key) > _MOST_KEY_BYTES or not all("!" <= letter <= "~" for letter in key):
         raise ConfigError(
-            f"{place} does not hold a valid key",
+            f"the key file {file} does not hold a valid key",
             hint="put one line into it: letters, digits and punctuation, without spaces",
         )
     return key
@@ -127,8 +118,7 @@ def read_key_file(file: Path, *, most_bytes: int = _MOST_FILE_BYTES) -> str:
 
 
 def kept_key(file: Path, *, prefix: str = "") -> str:
-    """Return the key in a file; if the file does not exist, create it and its folder, with a new key that only this
-    user can read.
+    """Return the key in a file; if the file does not exist, create it with a new key, readable by this user only.
 
     The file appears with its key: a process that is killed, or a full disk, leaves none, not one that holds no key.
 
@@ -137,8 +127,6 @@ def kept_key(file: Path, *, prefix: str = "") -> str:
     """
     try:
         if not os.path.lexists(file):
-            with contextlib.suppress(FileExistsError):  # not a folder: writing the file says so
-                file.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name first, so that no reader finds a file without its key.
             partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
             try:
