@@ -176,7 +176,8 @@ def test_connections_of_a_confined_program_count_as_its_processes():
             while True:
                 threading.Thread(target=echo, args=(host.accept()[0],), daemon=True).start()
 
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as host:
+    # Not in pytest's own folder, which other users may not enter.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as host:
         Path(folder).chmod(0o711)
         path = Path(folder) / "s"
         host.bind(str(path))

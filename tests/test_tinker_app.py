@@ -58,6 +58,6 @@ async def test_a_start_that_would_spoil_trainings_or_leave_flags_idle_is_refused
             Config(**settings).check_effects()
     Config().check_effects()
     lock_folder(out)
-    with pytest.raises(CheckpointError, match="another process runs in"):
+    with pytest.raises(CheckpointError, match="this process has a run in"):
         async with serving(Config(model=str(tiny_model), out=out, port=0)):
             pass

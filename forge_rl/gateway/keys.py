@@ -118,7 +118,8 @@ def read_key_file(file: Path, *, most_bytes: int = _MOST_FILE_BYTES) -> str:
 
 
 def kept_key(file: Path, *, prefix: str = "") -> str:
-    """Return the key in a file; if the file does not exist, create it with a new key, readable by this user only.
+    """Return the key in a file; if the file does not exist, create it and its folder, with a new key that only this
+    user can read.
 
     The file appears with its key: a process that is killed, or a full disk, leaves none, not one that holds no key.
 
@@ -127,6 +128,8 @@ def kept_key(file: Path, *, prefix: str = "") -> str:
     """
     try:
         if not os.path.lexists(file):
+            with contextlib.suppress(FileExistsError):  # not a folder: writing the file says so
+                file.parent.mkdir(parents=True, exist_ok=True)
             # Written under another name first, so that no reader finds a file without its key.
             partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
             try:
