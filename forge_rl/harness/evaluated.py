@@ -40,7 +40,7 @@ def keep_episodes(
     if not records:
         return None
     inside = folder / FOLDER
-    make_private(inside, CheckpointError)
+    make_private(inside, CheckpointError, hint="free space there, or choose another --out")
     step = len(recorded_files(folder))
     # A resumed evaluation adds a file of its own, so that what earlier calls wrote stays as it is.
     path = inside / f"{step:06d}-evaluated.parquet"

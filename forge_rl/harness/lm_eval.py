@@ -178,7 +178,7 @@ async def run_lm_eval(
         ForgeError: lm-eval failed; quotes its last line of output.
     """
     out = Path(settings["output_path"])
-    make_private(out, CheckpointError)
+    make_private(out, CheckpointError, hint="free space there, or choose another --out")
     write_whole(out / "settings.json", json.dumps(settings, indent=2))
     # Earlier results in the folder must not pass for this run's.
     log, old_results, rest = out / "lm-eval.log", _results(out), ""

@@ -121,7 +121,7 @@ class SlurmJob:
         name, log = job_name(folder), _JobLog(folder / _LOG)
         try:
             job = slurm_queue.find_job(name)
-            make_private(folder, CheckpointError)
+            make_private(folder, CheckpointError, hint="free space there, or choose another --out")
             (folder / _LOG.parent).mkdir(exist_ok=True)
             if job is not None and not job.end:
                 say(f"Slurm job {job.id} runs this command already; following it. Ctrl-C cancels it")

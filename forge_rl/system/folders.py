@@ -56,7 +56,13 @@ def write_whole(path: Path, data: bytes | str) -> None:
         raise
 
 
-def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:
+def make_private(
+    folder: Path,
+    error: type[ForgeError],
+    *,
+    deep: bool = True,
+    hint: str = "free space there, or choose another folder",
+) -> None:
     """Create a folder that only this user can enter, or check an existing one and remove others' access.
 
         make_private(Path("runs/grpo-1"), CheckpointError)
@@ -64,6 +70,7 @@ def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) ->
     Args:
         error: class of the error to raise.
         deep: check the contents too, as in `check_own`.
+        hint: what to do if it cannot be created or read.
 
     Raises:
         ForgeError: an `error`: the folder cannot be created or read, or the cases of `check_own`.
@@ -75,10 +82,7 @@ def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) ->
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         check_own(folder, error, deep=deep)
     except OSError as cause:
-        raise error(
-            f"the folder {folder} cannot be written: {cause.strerror or cause}",
-            hint="free space there, or choose another folder",
-        ) from cause
+        raise error(f"the folder {folder} cannot be written: {cause.strerror or cause}", hint=hint) from cause
     with contextlib.suppress(OSError):  # a file system without modes; the check found that nobody else may write
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o077)
 

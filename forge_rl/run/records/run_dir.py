@@ -105,7 +105,7 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
         CheckpointError: it is not writable, another process runs there, or other users could have written to it.
     """
     try:
-        make_private(folder, CheckpointError)
+        make_private(folder, CheckpointError, hint="free space there, or choose another --out")
         (folder / "logs").mkdir(exist_ok=True)
         lock = lock_folder(folder)
         write_json(folder / "config.json", as_json(config))
