@@ -29,7 +29,7 @@ from forge_rl.tokens.tokenizer import Tokenizer
 from tests.engine_conformance import DECODE, LONG_PROMPT, Decoder, changed, completion, of_few_words
 from tests.fake_actors import cluster
 from tests.fakes import make_model
-from tests.tiny import bundled_folder, make_run_model, make_tiny_model
+from tests.tiny import bundled_folder, make_tiny_model
 from tests.trainer_conformance import TRAIN, Trainers
 
 RunCheck = Callable[[str], str]
@@ -125,18 +125,16 @@ def draft_model(folder: Path) -> Path:
     """A model of one layer that writes the words of `of_few_words`, in other orders."""
     from transformers import AutoModelForCausalLM
 
-    draft_folder = make_run_model(folder / "draft", tied=False, num_hidden_layers=1)
+    draft_folder = make_tiny_model(folder / "draft", bundled_folder(), tied=False, num_hidden_layers=1)
     model = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32)
     of_few_words(changed(model))[0].save_pretrained(draft_folder)
     return draft_folder
 
 
 @contextlib.asynccontextmanager
-async def hosted(
-    host: type[ServiceActor], folder: Path, given: Mapping[str, Any], model: Path | None = None
-) -> AsyncIterator[RunCheck]:
-    """Starts an engine on a model, the tiny one if none is given; yields what runs a check on it."""
-    model = model or make_tiny_model(folder / "model", bundled_folder(), tied=False)
+async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
+    """Starts an engine on the tiny model; yields what runs a check on it."""
+    model = make_tiny_model(folder / "model", bundled_folder(), tied=False)
     if "{}" in (text := given.get("speculation", "")):
         given = {"speculation": text.format(draft_model(folder))}
     settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=KV_CACHE_BYTES / 2**30, **given)
@@ -177,8 +175,7 @@ async def hosted(
 def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
     with asyncio.Runner() as runner:
         host, given = request.param
-        folder = tmp_path_factory.mktemp("engine")
-        context = hosted(host, folder, given, make_run_model(folder, tied=False))
+        context = hosted(host, tmp_path_factory.mktemp("engine"), given)
         yield runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 
