@@ -161,14 +161,14 @@ def test_of_two_runs_with_one_address_the_first_to_copy_has_it(address: str, tmp
 
 def test_a_run_that_starts_after_the_last_copy_takes_the_address_over(tmp_path: Path) -> None:
     address = str(tmp_path / "elsewhere")
-    lost, ours = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
-    lost.copy(ours)
-    later = CheckpointMirror(address)
-    assert restored(later, tmp_path / "later")[0] == [1]
-    assert later.copy(run_folder(tmp_path / "later", 2)) > 0
+    earlier_mirror, ours = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
+    earlier_mirror.copy(ours)
+    later_mirror = CheckpointMirror(address)
+    assert restored(later_mirror, tmp_path / "later")[0] == [1]
+    assert later_mirror.copy(run_folder(tmp_path / "later", 2)) > 0
     write(ours, 3)
     with pytest.raises(CheckpointError, match="another run copies there"):
-        lost.copy(ours)
+        earlier_mirror.copy(ours)
     assert restored(CheckpointMirror(address), tmp_path / "fresh")[0] == [2]
 
 

@@ -235,9 +235,9 @@ def test_flags_changed_on_resuming_hold_after_a_rollback_to_a_checkpoint_of_befo
     live = Live(tmp_path)
     checkpoint = live.checkpoint()
 
-    def rolled_back(again: Live) -> Live:
-        asyncio.run(again.checkpointer._follow(checkpoint))
-        return again
+    def rolled_back(resumed: Live) -> Live:
+        asyncio.run(resumed.checkpointer._follow(checkpoint))
+        return resumed
 
     adapting = rolled_back(live.continued(live, adapting=Adapting(adapt="success", most=0.8)))
     assert adapting.mixture.adapting.most == 0.8

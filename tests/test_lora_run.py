@@ -40,9 +40,9 @@ def test_a_run_publishes_adapters_goes_on_and_leaves_an_adapter(
     assert command.end(600) == 0, command.output
     assert "LoRA of rank 4 on all-linear" in command.output
     assert "chosen: --trainer.optimizer.lr 0.0003: 3e-05 for models up to" in command.output
-    again = tiny_run(commands, run_model, out, *flags, "--steps", "4")
-    assert again.end(600) == 0, again.output
-    assert "continued from" in again.output
+    resumed_command = tiny_run(commands, run_model, out, *flags, "--steps", "4")
+    assert resumed_command.end(600) == 0, resumed_command.output
+    assert "continued from" in resumed_command.output
     gaps = {row["step"]: row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row}
     assert gaps.keys() == {1, 2, 3, 4}
     assert max(gaps.values()) < 1e-3, "engines sample from what the trainer trains"

@@ -175,12 +175,12 @@ async def test_a_hung_shared_server_is_replaced_and_a_slow_one_is_not(server: st
 
 async def test_arguments_that_cannot_be_sent_are_told_and_end_no_connection(server: str):
     env = McpEnv(server, timeout_s=60.0)
-    one, two = await opened(env), await opened(env)
-    assert (await call(one, "count")).split()[0] == "1"
-    assert (await call(one, "add", a="\ud800", b=1)).startswith("error: the arguments of add cannot be sent: ")
+    first, second = await opened(env), await opened(env)
+    assert (await call(first, "count")).split()[0] == "1"
+    assert (await call(first, "add", a="\ud800", b=1)).startswith("error: the arguments of add cannot be sent: ")
     nested = json.loads("[" * 300 + "]" * 300)
-    assert (await call(one, "add", a=nested, b=1)).startswith("error: the arguments of add cannot be sent: ")
-    assert (await call(two, "count")).split()[0] == "2", "both episodes still have the same server"
+    assert (await call(first, "add", a=nested, b=1)).startswith("error: the arguments of add cannot be sent: ")
+    assert (await call(second, "count")).split()[0] == "2", "both episodes still have the same server"
     await env._shared[0].close()
 
 

@@ -118,9 +118,9 @@ def test_settings_with_the_controllers_default_get_the_hosts():
     with giving(["trainer.seq_len", "generator.max_num_seqs"]):
         named = RunConfig()
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
-        there = found.adapted(named)
-    assert (there.trainer.seq_len, there.generator.max_num_seqs) == (1024, 64)
-    assert there.generator.gpu_memory_utilization == 0
+        adapted_config = found.adapted(named)
+    assert (adapted_config.trainer.seq_len, adapted_config.generator.max_num_seqs) == (1024, 64)
+    assert adapted_config.generator.gpu_memory_utilization == 0
 
 
 def cluster_without(*lost: str) -> Cluster:

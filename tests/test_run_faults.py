@@ -123,13 +123,13 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     assert not forgotten(before)
 
     steps = check_what_it_trained_on(out)
-    again = tiny_run(commands, run_model, out, "--steps", str(steps + 1), *arguments)
-    again.wait_for("continued from")
-    assert again.end(240) == 0, again.output
+    resumed_command = tiny_run(commands, run_model, out, "--steps", str(steps + 1), *arguments)
+    resumed_command.wait_for("continued from")
+    assert resumed_command.end(240) == 0, resumed_command.output
     counts = [(row["step"], row["updates"]) for row in metrics(out)]
     assert counts == [(step, 2 * step) for step in range(1, steps + 2)], "both go on from the checkpoint"
     assert json.loads((out / "summary.json").read_text())["faults"] == []
-    assert again.strays() == []
+    assert resumed_command.strays() == []
     assert not forgotten(before)
 
 

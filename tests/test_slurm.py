@@ -248,22 +248,22 @@ def test_a_job_is_followed_from_two_terminals_and_saves_its_end(
     slurm.submit("sleep 100", "--nodes=3", "--exclusive")
     # Options of the user's own for Slurm's programs, which the job does not have.
     variables = ["SBATCH_JOB_NAME=mine", "SBATCH_OUTPUT=/dev/null", "SQUEUE_PARTITION=urgent", "SLURM_EXPORT_ENV=NONE"]
-    one = patient(commands, tmp_path / "run", variables=[*variables, "FORGE_RL_MARK=x"])
-    one.wait_for("place 2 of 2 in the queue of batch")
-    two = patient(commands, tmp_path / "run")
-    two.wait_for("runs this command already; following it")
+    first_terminal = patient(commands, tmp_path / "run", variables=[*variables, "FORGE_RL_MARK=x"])
+    first_terminal.wait_for("place 2 of 2 in the queue of batch")
+    second_terminal = patient(commands, tmp_path / "run")
+    second_terminal.wait_for("runs this command already; following it")
     slurm.run("scancel", "--user=root", "--state=PENDING", "--name=wrap")
     slurm.run("scancel", first)
-    for terminal in (one, two):
+    for terminal in (first_terminal, second_terminal):
         terminal.wait_for(r"goes on from 0 on node\d node\d")
     processes = [process for node in slurm.nodes for process in slurm.processes(node)]
     hosts = [process for process in processes if process.cmdline()[1:3] == ["-m", "forge_rl.jobs.host"]]
     assert [host.environ()["FORGE_RL_MARK"] for host in hosts] == ["x", "x"]
-    one.process.send_signal(signal.SIGINT)
-    assert one.end() == 130
-    assert "saved 1" in one.lines
-    assert two.end() == 129, "the run's own status after SIGHUP"
-    assert "saved 1" in two.lines
+    first_terminal.process.send_signal(signal.SIGINT)
+    assert first_terminal.end() == 130
+    assert "saved 1" in first_terminal.lines
+    assert second_terminal.end() == 129, "the run's own status after SIGHUP"
+    assert "saved 1" in second_terminal.lines
     assert slurm.state(tmp_path / "run") == "FAILED", "not requeued"
 
 

@@ -246,7 +246,7 @@ def _tables(spec: FlagText) -> list[Table]:
         if "train" in splits and len(splits) > 1:
             raise spec.wrong(
                 f"the files are of several splits: {', '.join(sorted(splits))}",
-                f"name those of one by a pattern, such as {_pattern(spec.name, 'train')}",
+                f"name one split's files by a pattern, such as {_pattern(spec.name, 'train')}",
             )
         return open_tables(paths)
     return [hub.fetch(spec.name, **{key: spec.raw_params.get(key, "") for key in _HUB_KEYS})]

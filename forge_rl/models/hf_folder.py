@@ -21,7 +21,7 @@ _INDEX = "model.safetensors.index.json"
 RECORD = "forge_rl.json"
 """File that a run writes with each model that it exports: the run's flags, data, versions and scores."""
 _NOT_COPIED = (_INDEX, RECORD, "hf_quant_config.json", "adapter_config.json", "base_model.json")
-"""Files about the source's own weights, and about an adapter beside them: with these, vLLM would take a copy's weights
+"""Files about the source's own weights, and about an adapter next to them: with these, vLLM would take a copy's weights
 for quantised, and transformers would look for the adapter's."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Named chat templates other than the default one."""
@@ -39,7 +39,7 @@ OTHER_FORMATS = "consolidated*"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 8192
 _FILES_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of tokenizers that read tokenizer.json as it is."""
+"""Classes of tokenizers that read tokenizer.json without changes."""
 _PROBE = "Hello world, it's 2 + 3 = 12345.\n\n\tdef f(x):\n    return x_1  # na\u00efve \u4f60\u597d\r\nI'M"
 """Text in which ways of splitting differ: digits, blanks, contractions and letters beyond ASCII."""
 

@@ -456,7 +456,7 @@ def _broken_text(hf: PreTrainedTokenizerFast, folder: Path) -> str | None:
     """Return what transformers' class of the tokenizer makes of a text that its tokenizer.json keeps; None if it keeps
     it, too.
 
-    `resolve_model` corrects the class; transformers ignores that of some types of models.
+    `resolve_model` corrects the class; transformers ignores tokenizer_class for some types of models.
     """
     import tokenizers
 

@@ -97,8 +97,8 @@ def healthy(sandbox: SharedPool, neighbours: dict[SharedPool, PoolSession]) -> I
     session = neighbours.pop(sandbox, None) or sandbox.run(open_neighbour())
     hosts = list(sandbox.pool.hosts)
     yield
-    seen = "open('secret').read()" + ("" if sandbox.profile == "process" else " + secret")
-    assert sandbox.run(sandbox.run_in(session, seen)).value in ("'7'", "'77'")
+    neighbours_secrets = "open('secret').read()" + ("" if sandbox.profile == "process" else " + secret")
+    assert sandbox.run(sandbox.run_in(session, neighbours_secrets)).value in ("'7'", "'77'")
     assert sandbox.pool.hosts == hosts
     assert not any(host.lost for host in hosts)
     neighbours[sandbox] = session

@@ -52,7 +52,7 @@ class PreparedRun:
     """Files that say what the run is, as an earlier command left them; none in a new run."""
 
     def fail(self, outcome: RunOutcome, cause: str = "") -> None:
-        """End a start that failed or was stopped: the run stays what it was before, and a finished one finished."""
+        """End a start that failed or was stopped, and restore an earlier run's files; a finished run stays finished."""
         _put_back(self.folder, self.earlier)
         if _SUMMARY in self.earlier:
             self.monitor.log.end(outcome, cause)
@@ -162,7 +162,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
 
 
 def _earlier_records(folder: Path) -> dict[str, bytes]:
-    """Return the files of a run that a start writes anew, by name, and the summary of a finished run."""
+    """Return the bytes of a run's files that its next start overwrites, by name; of a finished run, the summary too."""
     with reading(folder):
         names = [*SETTINGS, MODELS, *([_SUMMARY] if is_finished(folder) else [])]
         return {name: (folder / name).read_bytes() for name in names if is_there(folder / name)}
