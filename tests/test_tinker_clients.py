@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from forge_rl.errors import CheckpointError, ConfigError
-from forge_rl.tinker import server as tinker_server
-from forge_rl.tinker import sessions, tenants, wire
+from forge_rl.tinker import sessions, tenants, training_routes, wire
 from forge_rl.tinker.checkpoints import CheckpointStore, SaveSettings
 from forge_rl.tinker.sessions import Sessions
 from forge_rl.tinker.tenants import Tenants
@@ -197,10 +196,10 @@ async def test_adapters_of_clients_that_are_gone_make_room_and_others_stay(tmp_p
         more = {"model_seq_id": 1, "base_model": "base", "lora_config": {"rank": 4}}
         await ann.post("create_model", 400, session_id=live_id, **more)
         await bob.post("create_model", 429, session_id=bobs_id, **more)
-        server._sessions._used_s[silent_id] -= tinker_server._SILENT_S
+        server._training_routes._sessions._used_s[silent_id] -= training_routes._SILENT_S
         await ann.post("session_heartbeat", session_id=silent_id)  # it was only slow
         await ann.post("create_model", 400, session_id=live_id, **more)
-        server._sessions._used_s[silent_id] -= tinker_server._SILENT_S
+        server._training_routes._sessions._used_s[silent_id] -= training_routes._SILENT_S
         await bob.model(bobs_id, 1)
         await ann.run(silent_model, 1, status=404)
         await ann.post("session_heartbeat", 410, session_id=silent_id)

@@ -144,13 +144,14 @@ async def test_a_checkpoint_that_a_kill_cut_off_is_none(tmp_path: Path):
             saved = await ann.result((await ann.post("save_weights", **save))["request_id"])
             assert saved["path"].endswith(path)
         assert len((await ann.get("checkpoints"))["checkpoints"]) == 2
-        record = server._store.record(model_id, "ann")
+        store = server._checkpoint_routes._store
+        record = store.record(model_id, "ann")
         settings = SaveSettings(kind="weights", name="two", seq=2, updates=0)
 
         async def write(folder: Path) -> None:
             raise AssertionError("it is written")
 
-        assert (await server._store.save(record, settings, write)).seq == 3  # computed again after a kill
+        assert (await store.save(record, settings, write)).seq == 3  # computed again after a kill
 
 
 async def test_the_name_of_an_expired_checkpoint_is_free_and_a_damaged_one_costs_its_own_alone(tmp_path: Path):
@@ -185,10 +186,11 @@ async def test_a_sample_that_is_cancelled_before_it_begins_gives_back_its_place(
         opened = {"session_id": await ann.session(), "sampling_session_seq_id": 0, "base_model": "base"}
         sampler_id = (await ann.post("create_sampling_session", **opened))["sampling_session_id"]
         sample = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
-        await server._sample("ann", json.dumps(sample | {"sampling_params": {}}).encode(), None)  # type: ignore[arg-type]
-        server._sampling[f"{sampler_id}:0"].cancel()
+        routes = server._sampling_routes
+        await routes.sample("ann", json.dumps(sample | {"sampling_params": {}}).encode(), None)  # type: ignore[arg-type]
+        routes.tasks[0].cancel()
         assert "was cancelled" in (await ann.result(f"{sampler_id}:0"))["error"]
-        assert not server._sampling
+        assert not routes.tasks
         assert server._tenants._requests["ann"] == 0
 
 

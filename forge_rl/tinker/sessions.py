@@ -50,7 +50,7 @@ class Sessions:
         folder: folder of the files, created if it is missing. A file of the same name with the suffix .json, in which
             earlier servers kept all sessions, is split up.
         max_sessions: maximum sessions of a tenant; past it, the one idle longest ends.
-        on_end: called with the id of each session that ends this way.
+        on_end: called with the id of each session that ends.
     """
 
     def __init__(self, folder: Path, *, max_sessions: int, on_end: Callable[[str], None]) -> None:
@@ -74,7 +74,6 @@ class Sessions:
         self._sessions[session.session_id] = session
         self._used_s[session.session_id] = time.monotonic()
         for idle in self.of(tenant)[: -self._max_sessions]:
-            self._on_end(idle.session_id)  # first: a training without its session could not be ended with it
             self.end(idle.session_id, tenant)
         return session
 
@@ -104,6 +103,7 @@ class Sessions:
     def end(self, session_id: str, tenant: str) -> None:
         """End a session."""
         self.get(session_id, tenant)
+        self._on_end(session_id)  # first: a training without its session could not be ended with it
         del self._sessions[session_id], self._used_s[session_id]
         self._file(session_id).unlink(missing_ok=True)
 

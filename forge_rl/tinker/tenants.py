@@ -111,6 +111,10 @@ class Tenants:
             self._in_flight[tenant] -= tokens
             self._requests[tenant] -= 1
 
+    def reading(self, tenant: str, body: bytes) -> contextlib.AbstractContextManager[None]:
+        """Count a body as in flight while a thread reads it, as messages take many times the memory of their bytes."""
+        return self.in_flight(tenant, tokens=0, body_bytes=len(body))
+
     def count(self, tenant: str, **counts: int) -> None:
         """Add to a tenant's usage."""
         self._usage.setdefault(tenant, Counter()).update(counts)

@@ -65,6 +65,11 @@ class BaseModel:
     lora: LoRAConfig
     """Largest rank, and the scale and targets of adapters."""
 
+    def check_name(self, name: str) -> None:
+        """Raise ApiError if a request names another base."""
+        if name != self.name:
+            raise ApiError(400, f"the base model {name[:100]!r} is not here; {self.name} is", param="base_model")
+
     def settings(self, record: AdapterRecord) -> AdapterSettings:
         """Return the settings of a training's adapter.
 
