@@ -24,7 +24,8 @@ from forge_rl.types import Batch
 from recipes.ppo import Config
 from tests.commands import Command, actor_of, metrics, tiny_run
 from tests.fakes import make_model, random_batch
-from tests.test_checkpointing import Parts, Stopped, checkpointer_of, save
+from tests.staged_checkpoints import Parts, checkpointer_of, save
+from tests.test_checkpointing import Stopped
 
 
 def numbered(batch: Batch) -> tuple[PackedBatch, list[torch.Tensor], list[np.ndarray]]:

@@ -17,7 +17,7 @@ from forge_rl.metrics.boards import WandbSink
 from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink
 from forge_rl.metrics.trace import Trace
 from forge_rl.run.records.run_dir import choose_folder, prepare_folder
-from tests.test_checkpointing import Parts, checkpointer_of, save
+from tests.staged_checkpoints import Parts, checkpointer_of, save
 from tests.test_run_dir import Config
 
 NONSENSE = {
