@@ -1,60 +1,42 @@
-"""State: shards of ranks make whole versions, checkpoints continue exactly, exports open in transformers."""
+"""State: checkpoints continue exactly, exports open in transformers."""
 
 import asyncio
 import itertools
 import json
-import resource
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
 
-from benchmarks.ranks import run_ranks
 from forge_rl.engines.architecture import predicting_layers, read_architecture
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.deepseek_v3 import DEEPSEEK_V3
-from forge_rl.engines.families.llama import LLAMA
-from forge_rl.engines.families.qwen import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import index as training_files
-from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
+from forge_rl.engines.titan.blocks import Block, SavePlanner, copied
 from forge_rl.engines.titan.export import Export
-from forge_rl.engines.titan.index import TensorWriter
-from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
+from forge_rl.engines.titan.shards import block
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError
 from forge_rl.runtime.far_files import FolderServer
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
-from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import add_head, add_predicting_layer, hf_weights, make_model, packed, random_batch, train_batch
 from tests.far_disk import answered
 from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-ODD: dict[str, object] = {
-    "hidden_size": 25,
-    "intermediate_size": 41,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-}
-
-
-TwoRanks = tuple[Path, list[dict[str, Any]], dict[str, torch.Tensor]]
 
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
@@ -79,11 +61,6 @@ def save(engine: TitanEngine, folder: Path, model: Path) -> None:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     assert one.keys() == other.keys()
     return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def exported(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights in the format in which a model's folder holds them."""
-    return {name: tensor.float() for name, tensor in weights.items()}
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -316,193 +293,6 @@ def test_what_a_family_publishes_is_its_folder(family: str, tmp_path: Path):
     assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
 
 
-def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
-    """Two steps in float64, publish and save; a third one. Then continue what one rank saved, try what is damaged."""
-    results: dict[str, Any] = {}
-    for name in ("untied", "tied"):
-        engine = engine_of(base / "hf" / name, dtype="float64")
-        train(engine, range(2), ranks=2)
-        drafted = [draft(engine.specs(), version=2, dtype=torch.bfloat16)]
-        if rank == 0:
-            (base / "segments" / name).mkdir(parents=True)
-            drafted = [reserve(drafted[0], base / "segments" / name)]
-        torch.distributed.broadcast_object_list(drafted, src=0)
-        reports = asyncio.run(transport().write(drafted[0], engine.local_shards(), rank=rank))
-        hosts = ("a", "b")
-        spread = draft(engine.specs(), version=2, dtype=torch.bfloat16, bucket_bytes=4096, hosts=hosts)
-        shards = [replace(each, values=each.values.clone()) for each in engine.shards_of_host(spread, hosts)]
-        results[f"{name} of hosts"] = spread, shards
-        published = hf_weights(engine.model)
-        save(engine, base / "saved" / name, base / "hf" / name)
-        train(engine, range(2, 3), ranks=2)
-        results[name] = (reports, drafted[0], published, hf_weights(engine.model))
-    engine = engine_of(base / "hf" / "untied", dtype="float64")
-    engine.load_training_state(base / "saved" / "by_one" / "training")
-    train(engine, range(1, 2), ranks=2)
-    results["continued"] = (engine.updates, hf_weights(engine.model))
-    try:
-        engine.load_training_state(base / "saved" / "by_one" / "broken")
-    except CheckpointError as error:
-        results["refusal"] = error.message
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # its disk is full
-    try:
-        save(engine, base / "saved" / "full", base / "hf" / "untied")
-    except CheckpointError as error:
-        results["full"] = error.message
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    save(engine, base / "saved" / "freed", base / "hf" / "untied")
-    results["freed"] = hf_weights(engine.model)
-    return results
-
-
-@pytest.fixture(scope="module")
-def two_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> TwoRanks:
-    """A folder with models and what one and two ranks saved of them; what each rank says; where one rank got to."""
-    base = tmp_path_factory.mktemp("two_ranks")
-    make_model(base / "hf" / "untied", "llama", **ODD)
-    make_model(base / "hf" / "tied", "qwen3", tie_word_embeddings=True, **ODD)
-    one = engine_of(base / "hf" / "untied", dtype="float64")
-    train(one, range(1))
-    save(one, base / "saved" / "by_one", base / "hf" / "untied")
-    train(one, range(1, 2))
-    shutil.copytree(base / "saved" / "by_one" / "training", base / "saved" / "by_one" / "broken")
-    (data,) = (base / "saved" / "by_one" / "broken").glob("*.distcp")
-    truncate(data)
-    return base, run_ranks(run_as_rank, 2, base), hf_weights(one.model)
-
-
-@pytest.mark.parametrize("name", ["untied", "tied"])
-def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoRanks):
-    _, ranks, _ = two_ranks
-    assert all(rank[name][0] for rank in ranks), "a rank wrote nothing"
-    manifest = complete(ranks[0][name][1], [rank[name][0] for rank in ranks])
-    published = ranks[0][name][2]
-    found = read_whole(manifest)
-    forget(manifest)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in published.items()})
-    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
-    assert ("lm_head.weight" in found) == (name == "untied")
-
-
-@pytest.mark.parametrize("name", ["untied", "tied"])
-def test_ranks_of_two_hosts_bring_each_shard_to_its_tensors_writer(name: str, two_ranks: TwoRanks):
-    _, ranks, _ = two_ranks
-    found: dict[str, torch.Tensor] = {}
-    for rank, host in enumerate("ab"):
-        drafted, shards = ranks[rank][f"{name} of hosts"]
-        mine = {bucket.key for bucket in drafted.buckets if bucket.host == host}
-        assert mine
-        entries = {entry.name: entry for entry in drafted.tensors}
-        for name_of, of in itertools.groupby(shards, key=lambda shard: shard.name):
-            entry = entries[name_of]
-            assert entry.bucket in mine
-            whole = found.setdefault(name_of, torch.full(entry.shape, torch.nan, dtype=entry.torch_dtype))
-            for shard in of:
-                place = shard.tensor_slice.of(whole)
-                assert place.isnan().all(), "it comes once"
-                place.copy_(shard.values)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in ranks[0][name][2].items()})
-
-
-@pytest.mark.parametrize("name", ["untied", "tied"])
-def test_what_two_ranks_saved_one_rank_continues(name: str, two_ranks: TwoRanks):
-    base, ranks, _ = two_ranks
-    engine = engine_of(base / "hf" / name, dtype="float64")
-    engine.load_training_state(base / "saved" / name / "training")
-    assert engine.updates == 2
-    assert same(hf_weights(engine.model), ranks[0][name][2])
-    train(engine, range(2, 3))
-    found, expected = hf_weights(engine.model), ranks[0][name][3]
-    assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-10
-    assert max(float((found[key] - ranks[0][name][2][key]).abs().max()) for key in expected) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["untied", "tied"])
-def test_what_two_ranks_exported_opens_in_transformers(name: str, two_ranks: TwoRanks):
-    base, ranks, _ = two_ranks
-    folder = base / "saved" / name / "model"
-    assert same(load_file(folder / "model.safetensors"), exported(ranks[0][name][2]))
-    assert logits_of(folder).isfinite().all()
-
-
-def test_what_one_rank_saved_two_ranks_continue(two_ranks: TwoRanks):
-    _, ranks, expected = two_ranks
-    for rank in ranks:
-        version, found = rank["continued"]
-        assert version == 2
-        assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-10
-
-
-def test_two_ranks_refuse_a_damaged_training_state(two_ranks: TwoRanks):
-    _, ranks, _ = two_ranks
-    for rank in ranks:
-        assert "by_one/broken cannot be read" in rank["refusal"]
-
-
-def test_one_ranks_full_disk_fails_all_and_the_next_save_is_whole(two_ranks: TwoRanks):
-    base, ranks, _ = two_ranks
-    for rank in ranks:
-        assert "training state in" in rank["full"]
-        assert "saved/full/training cannot be written: " in rank["full"]
-    assert same(load_file(base / "saved" / "freed" / "model" / "model.safetensors"), exported(ranks[0]["freed"]))
-
-
-def test_an_export_of_two_ranks_shards_opens_in_transformers(two_ranks: TwoRanks, tmp_path: Path):
-    base, ranks, _ = two_ranks
-    source = base / "hf" / "untied"
-    (tmp_path / "many").mkdir()
-    for rank in (1, 0):
-        export = Export(
-            base / "saved" / "untied" / "training", source, torch.bfloat16, LLAMA.names.parts, file_bytes=8192
-        )
-        export.write(tmp_path / "many", rank=rank, ranks=2)
-    files = sorted((tmp_path / "many").glob("*.safetensors"))
-    assert len(files) > 3
-    assert [path.name for path in files[:2]] == [f"model-0000{n}-of-0000{len(files)}.safetensors" for n in (1, 2)]
-    held = [load_file(path) for path in files]
-    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192 for tensors in held)
-    found = {name: tensor for tensors in held for name, tensor in tensors.items()}
-    assert same(found, {name: tensor.bfloat16() for name, tensor in exported(ranks[0]["untied"][2]).items()})
-    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    assert {name: file for file, tensors in zip(files, held, strict=True) for name in tensors} == {
-        name: tmp_path / "many" / file for name, file in index["weight_map"].items()
-    }
-    assert logits_of(tmp_path / "many").isfinite().all()
-
-
-def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
-    model = Stacked()
-    counts: dict[str, int] = {}
-    dcp.save(
-        copied(training_state(model, torch.optim.AdamW(model.parameters()), counts)),
-        storage_writer=TensorWriter(tmp_path / "training"),
-        planner=SavePlanner(),
-    )
-    for folder in ("hf", "model"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "hf" / "config.json").write_text('{"quantization_config": {}}')
-    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")  # of a tied model: left out
-    parts = QWEN3_MOE.names.parts
-    export = Export(tmp_path / "training", tmp_path / "hf", torch.float32, parts, file_bytes=3 * 3 * 8 * 4)
-    export.write(tmp_path / "model")
-    files = [load_file(path) for path in sorted((tmp_path / "model").glob("*.safetensors"))]
-    assert sorted(sorted(name.split(".")[5] for name in file if "experts" in name) for file in files) == [
-        ["0", "1", "2"],
-        ["3"],
-    ]
-    stack = dict(named_weights(model))["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
-    for file in files:
-        for name, tensor in file.items():
-            if "experts" in name:
-                assert torch.equal(tensor, stack[int(name.split(".")[5])])
-    assert json.loads((tmp_path / "model" / "config.json").read_text()) == {"dtype": "float32"}
-
-
 def test_blocks_tile_a_weight_that_parallelism_cuts_unevenly():
     placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)
     plans = []
@@ -555,120 +345,3 @@ def test_a_training_state_that_cannot_be_written_is_an_error(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"file/training cannot be written: .*Not a directory") as caught:
         engine_of(tmp_path / "hf").save(tmp_path / "file", tmp_path / "hf", version=0).result()
     assert "--out" in caught.value.hint
-
-
-FROZEN = ("model.embed_tokens.*", "model.layers.[01].self_attn.*", "model.layers.0.mlp.up_proj.weight")
-
-
-def is_frozen(name: str) -> bool:
-    return "embed_tokens" in name or "self_attn" in name or name == "model.layers.0.mlp.up_proj.weight"
-
-
-def test_frozen_weights_stay_and_have_no_optimizer_state(tmp_path: Path):
-    make_model(tmp_path / "hf")
-    engine = engine_of(tmp_path / "hf", frozen=FROZEN)
-    before = hf_weights(engine.model)
-    train(engine, range(2))
-    after = hf_weights(engine.model)
-    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(is_frozen, before))
-    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    assert set(engine.optimizer.state) == set(trained)
-    assert set(trained) == {weight for group in engine.optimizer.param_groups for weight in group["params"]}
-    assert [spec.name for spec in engine.specs() if not spec.changed] == list(filter(is_frozen, before))
-
-
-def test_a_run_with_frozen_weights_continues_bit_by_bit(tmp_path: Path):
-    make_model(tmp_path / "hf")
-    through = engine_of(tmp_path / "hf", frozen=FROZEN)
-    train(through, range(2))
-    save(through, tmp_path / "saved", tmp_path / "hf")
-    resumed = engine_of(tmp_path / "hf", frozen=FROZEN)
-    resumed.load_training_state(tmp_path / "saved" / "training")
-    assert set(resumed.optimizer.state) == {p for p in resumed.model.parameters() if p.requires_grad}
-    for engine in (through, resumed):
-        train(engine, range(2, 4))
-    assert same(hf_weights(resumed.model), hf_weights(through.model))
-    export = load_file(tmp_path / "saved" / "model" / "model.safetensors")
-    assert export.keys() == hf_weights(through.model).keys(), "an export lacks frozen weights"
-
-
-@pytest.mark.parametrize(("saved", "now"), [(FROZEN, ()), ((), FROZEN), (FROZEN, FROZEN[:2])])
-def test_a_training_state_with_other_frozen_weights_is_refused(
-    saved: tuple[str, ...], now: tuple[str, ...], tmp_path: Path
-):
-    make_model(tmp_path / "hf")
-    save(engine_of(tmp_path / "hf", frozen=saved), tmp_path / "saved", tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"of a run that trained \d+ weights, this one trains \d+") as caught:
-        engine_of(tmp_path / "hf", frozen=now).load_training_state(tmp_path / "saved" / "training")
-    assert "--trainer.frozen" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
-        (("model.norm.*", "layers.*"), "no weight of the model matches 'layers.*'"),
-        (("lm_head.weight",), "no weight of the model matches 'lm_head.weight'"),
-        (("",), "no weight of the model matches ''"),
-        (("*",), "every weight of the model is frozen"),
-        (("model.[en]*", "model.layers.*"), "every weight of the model is frozen"),
-    ],
-)
-def test_patterns_that_freeze_nothing_or_everything_are_refused(
-    patterns: tuple[str, ...], message: str, tmp_path: Path
-):
-    make_model(tmp_path / "hf", tie_word_embeddings=True)
-    with pytest.raises(ConfigError) as caught:
-        engine_of(tmp_path / "hf", frozen=patterns)
-    assert caught.value.message == message
-    assert "--trainer.frozen" in caught.value.hint
-
-
-class Stacked(torch.nn.Module):
-    """A router and a stack of experts, named as torchtitan does."""
-
-    names = FAMILIES["qwen3_moe"].names
-
-    def __init__(self) -> None:
-        super().__init__()
-        experts = torch.nn.Module()
-        experts.w1_EFD = torch.nn.Parameter(torch.randn(4, 3, 8))
-        router = torch.nn.Module()
-        router.gate = torch.nn.Linear(8, 4, bias=False)
-        moe = torch.nn.ModuleDict({"routed_experts": torch.nn.ModuleDict({"inner_experts": experts}), "router": router})
-        self.layers = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"moe": moe})})
-
-
-def test_a_stack_of_experts_is_frozen_as_one_or_not_at_all():
-    model = Stacked()
-    with pytest.raises(ConfigError, match="2 of its 4 experts would be frozen"):
-        freeze(model, ["model.layers.0.mlp.experts.[01].*"])
-    model = Stacked()
-    freeze(model, ["model.layers.*.mlp.experts.*"])
-    assert {spec.name for spec in specs(model) if spec.changed} == {"model.layers.0.mlp.gate.weight"}
-    assert len(specs(model)) == 5
-
-
-def test_a_stack_of_experts_is_published_as_views_of_each():
-    model = Stacked()
-    stack = dict(named_weights(model))["layers.0.moe.routed_experts.inner_experts.w1_EFD"]
-    shards = {shard.name: shard for shard in local_shards(model, range(1))}
-    assert len(shards) == 5
-    for expert in range(4):
-        shard = shards[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"]
-        assert shard.tensor_slice == TensorSlice.whole((3, 8))
-        assert torch.equal(shard.values, stack[expert])
-        assert shard.values.data_ptr() == stack[expert].data_ptr()
-
-
-def test_a_publish_with_frozen_weights_writes_the_others_only(tmp_path: Path):
-    make_model(tmp_path / "hf")
-    engine = engine_of(tmp_path / "hf", frozen=FROZEN)
-    first = publish(engine, tmp_path)
-    train(engine, range(1))
-    second = publish(engine, tmp_path, base=first)
-    rewritten = {entry.name for key in (bucket.key for bucket in second.written) for entry in second.entries[key]}
-    assert rewritten == {name for name in hf_weights(engine.model) if not is_frozen(name)}
-    found = read_whole(second)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
-    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in second.tensors)
-    forget(second)
