@@ -85,8 +85,8 @@ class Command:
 
     def children(self) -> list[psutil.Process]:
         try:
-            found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-            return found
+            children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return children
         except psutil.NoSuchProcess:
             return []
 
@@ -166,10 +166,10 @@ def processes_of(command: Command, service: str, replica: int = 0) -> list[psuti
 
 def shared_memory() -> set[Path]:
     """Entries of shared memory, each volume of weights by itself; folders that tests look after are left out."""
-    found = {path for path in SHM.iterdir() if not path.name.startswith(("tests-", "schedule-", "forge_rl-"))}
+    folders = {path for path in SHM.iterdir() if not path.name.startswith(("tests-", "schedule-", "forge_rl-"))}
     with contextlib.suppress(FileNotFoundError):  # it is removed with its last volume
-        found |= {path for path in (SHM / f"forge_rl-{os.geteuid()}").iterdir() if path.is_dir()}
-    return found
+        folders |= {path for path in (SHM / f"forge_rl-{os.geteuid()}").iterdir() if path.is_dir()}
+    return folders
 
 
 def forgotten(before: set[Path], timeout_s: float = _DYING_S) -> set[Path]:
@@ -195,12 +195,12 @@ def held(paths: set[Path]) -> set[Path]:
                 _, _, _, _, inode, *name = line.split(maxsplit=5)
                 used |= {name[0], f"inode {inode}"} if name and name[0].startswith(f"{SHM}/") else set()
             used |= {os.readlink(path) for path in (folder / "fd").iterdir()}
-    found = {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}
-    for path in paths - found:
+    mapped_paths = {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}
+    for path in paths - mapped_paths:
         with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
             if f"inode {path.stat().st_ino}" in used:
-                found.add(path)
-    return found
+                mapped_paths.add(path)
+    return mapped_paths
 
 
 def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:

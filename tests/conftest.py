@@ -57,15 +57,15 @@ def started_processes() -> set[int]:
     which end with pytest too; what they fork is not.
     """
     mark = f"FORGE_RL_TESTS={MARK}"
-    found = set()
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
             environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             ours = any(entry == mark or entry.startswith(f"{mark}/") for entry in environment)
             command = (folder / "cmdline").read_bytes()
             if ours and not any(name in command for name in (b"resource_tracker", b"fork server", b"fork_server")):
-                found.add(int(folder.name))
-    return found - {os.getpid()}
+                pids.add(int(folder.name))
+    return pids - {os.getpid()}
 
 
 def left_behind(before: set[int]) -> set[int]:
@@ -182,7 +182,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
         names = {*item.fixturenames, *vars(item.module)}
         if item.get_closest_marker("nightly") is not None:
             item.add_marker("long")
-        starts = sum(some for name, some in STARTS.items() if name in names)
+        starts = sum(processes for name, processes in STARTS.items() if name in names)
         is_long = item.get_closest_marker("long") is not None
         assert not is_long or may_have_long_tests(item.path), f"{item.path} would be left out where it must run"
         if starts or is_long:

@@ -225,12 +225,12 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
 
 def hosts_of(pid: int) -> dict[str, int]:
     """PIDs of the hosts that a process has started by `local_hosts`, by name."""
-    found = {}
+    pids = {}
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # another child that ends meanwhile
             if name := child.environ().get("HYPERACTOR_PROCESS_NAME"):
-                found[name.rpartition("_")[0]] = child.pid
-    return found
+                pids[name.rpartition("_")[0]] = child.pid
+    return pids
 
 
 @contextlib.asynccontextmanager

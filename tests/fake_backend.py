@@ -170,9 +170,9 @@ async def serving(
     """Serve a gateway on a free port of this machine."""
     tokens = tokenizer() if model is None else Tokenizer(model)
     settings = GatewayConfig(**config)
-    given = {"api_key": api_key, "open_to_all": open_to_all, "constraints": constraints(), "warn": warn}
-    given["adapters"] = adapters
-    async with Gateway(settings, backend, tokens, **given) as gateway:
+    options = {"api_key": api_key, "open_to_all": open_to_all, "constraints": constraints(), "warn": warn}
+    options["adapters"] = adapters
+    async with Gateway(settings, backend, tokens, **options) as gateway:
         yield gateway
 
 
@@ -197,12 +197,12 @@ class Agent:
 
     async def ask(self, messages: Iterable[Any], *, stream: bool = False, **options: Any) -> dict[str, Any]:
         """Return the assistant's message as it came."""
-        asked: Any = {"model": "fake", "messages": list(messages), **options}
+        parameters: Any = {"model": "fake", "messages": list(messages), **options}
         if not stream:
-            answer = await self.client.chat.completions.create(**asked)
+            answer = await self.client.chat.completions.create(**parameters)
             return answer.choices[0].message.model_dump(exclude_unset=True)
         content, calls = "", {}
-        async for chunk in await self.client.chat.completions.create(stream=True, **asked):
+        async for chunk in await self.client.chat.completions.create(stream=True, **parameters):
             delta = chunk.choices[0].delta
             content += delta.content or ""
             for part in delta.tool_calls or ():

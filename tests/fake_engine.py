@@ -169,7 +169,7 @@ class FakeEngine(ServiceActor):
     @concurrent_endpoint
     async def hold(self, paused: bool, asleep: bool) -> bool:
         self._dropped = self._dropped or (asleep and "forgets" in self._orders())
-        self._held = {why for why, held in {"paused": paused, "asleep": asleep}.items() if held}
+        self._held = {why for why, is_set in {"paused": paused, "asleep": asleep}.items() if is_set}
         if self._held:
             self._going.clear()
         else:

@@ -71,16 +71,16 @@ async def read(transport: Transport, manifest: Manifest, pause: asyncio.Event | 
         manifest: of the version.
         pause: waited for within the first bucket.
     """
-    found = {}
+    tensors_read = {}
     async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
         async for bucket in buckets:
             if pause is not None:
                 await pause.wait()
             with bucket.open() as tensors:
-                found |= {name: tensor.clone() for name, tensor in tensors.items()}
+                tensors_read |= {name: tensor.clone() for name, tensor in tensors.items()}
             for entry in bucket.entries:
-                assert fingerprint(found[entry.name], entry.shape) == entry.fingerprint, entry.name
-    return found
+                assert fingerprint(tensors_read[entry.name], entry.shape) == entry.fingerprint, entry.name
+    return tensors_read
 
 
 def held_by_this_process() -> tuple[int, int]:
@@ -124,10 +124,10 @@ class FakeRank(ServiceActor):
     @concurrent_endpoint
     async def write_zeros(self, transport: Transport, drafted: Manifest) -> list[ShardReport]:
         """Write all tensors of a draft, whatever they are, as the only rank."""
-        whole = ((entry.name, entry.shape) for entry in drafted.tensors)
+        shapes = ((entry.name, entry.shape) for entry in drafted.tensors)
         shards = (
             LocalShard(name=name, tensor_slice=TensorSlice.whole(shape), values=torch.zeros(shape))
-            for name, shape in whole
+            for name, shape in shapes
         )
         return await transport.write(drafted, shards, rank=0)
 
@@ -148,9 +148,9 @@ class FakeRank(ServiceActor):
     @concurrent_endpoint
     async def read_slowly(self, transport: Transport, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Stop within the first bucket until `go_on`."""
-        found = await read(transport, manifest, self._going_on)
+        tensors = await read(transport, manifest, self._going_on)
         self._going_on.clear()
-        return found
+        return tensors
 
     @concurrent_endpoint
     async def go_on(self) -> None:

@@ -162,10 +162,10 @@ async def shared(shm: Path, **config: int) -> AsyncIterator[tuple[WeightStore, W
 @contextlib.asynccontextmanager
 async def real(logs: Path, shm: Path, **config: object) -> AsyncIterator[tuple[WeightStore, Service, Faults]]:
     """A store in a process of its own, and a process that uses it."""
-    async with cluster(logs) as (made, faults):
-        store = await WeightStore.start(WeightStore.Config(shm=shm, **config), made, faults, deadline_s=60)
+    async with cluster(logs) as (meshes, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm, **config), meshes, faults, deadline_s=60)
         store._bucket_bytes = BUCKET_BYTES
-        users = Service(new_service_name(), made, faults)
+        users = Service(new_service_name(), meshes, faults)
         await users.watch(users.spawn(StoreUser), deadline_s=60)
         try:
             yield store, users, faults
@@ -199,16 +199,16 @@ async def until_state(watched: WatchedStore, true: Callable[[StoreState], bool])
 
 def exist(manifest: Manifest) -> list[bool]:
     """Segments of a version that can still be read."""
-    found = []
+    reads = []
     for bucket in manifest.buckets:
         assert bucket.segment is not None
         try:
             readable(bucket.segment)
         except WeightsError:
-            found.append(False)
+            reads.append(False)
         else:
-            found.append(True)
-    return found
+            reads.append(True)
+    return reads
 
 
 def specs(changed: Collection[str] = tuple(SHAPES)) -> list[TensorSpec]:
@@ -217,15 +217,15 @@ def specs(changed: Collection[str] = tuple(SHAPES)) -> list[TensorSpec]:
 
 def shards(values: Mapping[str, int], rank: int) -> list[LocalShard]:
     """A rank's rows of all tensors; every element of a tensor is its value, the version that changed it last."""
-    made = []
+    specs = []
     for name, shape in SHAPES.items():
         rows = -(-shape[0] // RANKS)
         count = max(0, min(rows, shape[0] - rank * rows))
         tensor_slice = TensorSlice((rank * rows, *(0 for _ in shape[1:])), (count, *shape[1:]))
-        made.append(
+        specs.append(
             LocalShard(name=name, tensor_slice=tensor_slice, values=torch.full(tensor_slice.size, float(values[name])))
         )
-    return made
+    return specs
 
 
 def all_of(version: int) -> dict[str, int]:
@@ -245,16 +245,16 @@ async def publish(
 
 async def read(transport: Transport, manifest: Manifest) -> dict[str, int]:
     """Value of every element of each tensor; their fingerprints must be those of the manifest."""
-    found = {}
+    values_by_name = {}
     async for bucket in transport.fetch(manifest):
         with bucket.open() as tensors:
             copies = {entry: tensors[entry.name].clone() for entry in bucket.entries}
         for entry, values in copies.items():
             (value,) = values.unique().tolist()
             assert fingerprint(values, entry.shape) == entry.fingerprint, f"{entry.name} says {value}"
-            found[entry.name] = int(value)
-    assert found.keys() == {entry.name for entry in manifest.tensors}
-    return found
+            values_by_name[entry.name] = int(value)
+    assert values_by_name.keys() == {entry.name for entry in manifest.tensors}
+    return values_by_name
 
 
 @contextlib.contextmanager
@@ -339,10 +339,10 @@ class StoreUser(ServiceActor):
         manifest = await index.lease.call_one(version, "a user's", Holder.this_process())
         self._halfway.set()
         await self._end.wait()
-        found = await read(transport, manifest)
+        tensors = await read(transport, manifest)
         with contextlib.suppress(Exception):  # a store that has died
             await index.release.call_one("a user's")
-        return found
+        return tensors
 
     @concurrent_endpoint
     async def end(self) -> None:

@@ -13,8 +13,8 @@ def index(*, keep_versions: int = 2, keep_bytes: int = 1 << 40) -> VersionIndex:
 
 def bytes_of(versions: VersionIndex) -> int:
     """Size of all buckets that are held; one that versions share counts once."""
-    held = (*versions._versions.values(), *versions._leases.values())
-    return sum({bucket.key: bucket.bytes for manifest in held for bucket in manifest.buckets}.values())
+    manifests = (*versions._versions.values(), *versions._leases.values())
+    return sum({bucket.key: bucket.bytes for manifest in manifests for bucket in manifest.buckets}.values())
 
 
 def publish(

@@ -74,7 +74,7 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
         count = int(torch.randint(low, high, (), generator=generator))
         return torch.randint(0, vocab, (count,), generator=generator).tolist()
 
-    made = []
+    groups_of_episodes = []
     for _ in range(groups):
         prompt = ids(3, 7)
         episodes = []
@@ -85,8 +85,8 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
                 parts.append((list(history), answer))
                 history += [*answer, *ids(1, 4)]
             episodes.append((float(g), parts))
-        made.append(episodes)
-    return batch_of(*made)
+        groups_of_episodes.append(episodes)
+    return batch_of(*groups_of_episodes)
 
 
 def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layout: Any) -> PackedBatch:
@@ -107,7 +107,7 @@ def train_batch(
 ) -> dict[str, Value]:
     """Train on this rank's part of a batch, all of whose gradients must be finite; metrics of all updates, merged."""
     ranks = torch.distributed.get_world_size()
-    found = engine.train_batch(
+    step_metrics = engine.train_batch(
         [replace(minibatch, rows=minibatch.rows[engine.rank :: ranks]) for minibatch in laid.minibatches],
         StepRequest(
             loss=loss or ClippedSurrogate(),
@@ -117,8 +117,8 @@ def train_batch(
             version=version,
         ),
     ).metrics
-    assert None not in found
-    return merge_all(metrics for metrics in found if metrics is not None)
+    assert None not in step_metrics
+    return merge_all(metrics for metrics in step_metrics if metrics is not None)
 
 
 SMALL: dict[str, object] = {
@@ -201,13 +201,13 @@ def add_predicting_layer(folder: Path) -> dict[str, torch.Tensor]:
     """Add a multi-token-prediction layer to a saved DeepSeek-V3, as published ones have it; returns its tensors."""
     path, config = folder / "config.json", json.loads((folder / "config.json").read_text())
     state, layer = load_file(folder / "model.safetensors"), config["num_hidden_layers"]
-    own, last = f"model.layers.{layer}.", f"model.layers.{layer - 1}."
-    added = {own + name.removeprefix(last): values for name, values in state.items() if name.startswith(last)}
-    added |= {own + "embed_tokens.weight": state["model.embed_tokens.weight"]}
-    added |= {own + "shared_head.head.weight": state["lm_head.weight"]}
+    prefix, last = f"model.layers.{layer}.", f"model.layers.{layer - 1}."
+    added = {prefix + name.removeprefix(last): values for name, values in state.items() if name.startswith(last)}
+    added |= {prefix + "embed_tokens.weight": state["model.embed_tokens.weight"]}
+    added |= {prefix + "shared_head.head.weight": state["lm_head.weight"]}
     dim = config["hidden_size"]
-    added |= {f"{own}{name}.weight": torch.ones(dim) for name in ("enorm", "hnorm", "shared_head.norm")}
-    added |= {own + "eh_proj.weight": torch.full((dim, 2 * dim), 0.1)}
+    added |= {f"{prefix}{name}.weight": torch.ones(dim) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added |= {prefix + "eh_proj.weight": torch.full((dim, 2 * dim), 0.1)}
     added = {name: (tensor + 0.01).half() for name, tensor in added.items()}
     save_file(state | added, folder / "model.safetensors", metadata={"format": "pt"})
     path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
@@ -237,8 +237,8 @@ def full_disk(size: int = 0) -> Iterator[None]:
 def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1, "until": 1}
-    whole = packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0].tensors()
-    columns: Any = {name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()}
+    tensors = packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0].tensors()
+    columns: Any = {name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in tensors.items()}
     return Row(**columns)
 
 

@@ -33,8 +33,8 @@ class Weights(torch.nn.Module):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         beyond = f"model.layers.{read_architecture(folder).layers}."
-        held = load_file(folder / "model.safetensors")
-        self._weights = {name: values for name, values in held.items() if not name.startswith(beyond)}
+        tensors = load_file(folder / "model.safetensors")
+        self._weights = {name: values for name, values in tensors.items() if not name.startswith(beyond)}
 
     def named_parameters(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
         return iter((name, torch.nn.Parameter(values)) for name, values in self._weights.items())
@@ -52,19 +52,19 @@ async def gaps_to(engine: DecodeEngine, dtype: Dtype, *folders: Path) -> list[fl
         await Stream(engine, Sampling(max_tokens=24, seed=seed), [5 + seed, 17, 3, 31, 8] * 3).turn()
         for seed in range(3)
     ]
-    found = []
+    gaps = []
     for folder in folders:
         by_dtype = {}
-        for each in {"float32", dtype}:
+        for dtype_name in {"float32", dtype}:
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=resolve_dtype(cast(Dtype, each)), attn_implementation="eager"
+                folder, dtype=resolve_dtype(cast(Dtype, dtype_name)), attn_implementation="eager"
             )
-            by_dtype[each] = torch.cat([expected(model, turn) for turn in turns])
-        own = torch.cat([torch.tensor(turn.logprobs) for turn in turns])
-        gap = (own - by_dtype["float32"]).abs()
+            by_dtype[dtype_name] = torch.cat([expected(model, turn) for turn in turns])
+        logprobs = torch.cat([torch.tensor(turn.logprobs) for turn in turns])
+        gap = (logprobs - by_dtype["float32"]).abs()
         rounding = float((by_dtype[dtype] - by_dtype["float32"]).abs().mean())
-        found.append(float(gap.max()) / 1e-3 if dtype == "float32" else float(gap.mean()) / rounding)
-    return found
+        gaps.append(float(gap.max()) / 1e-3 if dtype == "float32" else float(gap.mean()) / rounding)
+    return gaps
 
 
 async def expert_mistakes(engine: DecodeEngine, weights: dict[str, torch.Tensor], scratch: Path) -> dict[str, str]:

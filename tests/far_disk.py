@@ -16,7 +16,7 @@ T = TypeVar("T")
 def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, max_requests: int = 200) -> T:
     """Do work in this thread, as a rank does, while another one answers its requests, as the controller does; at most
     so many."""
-    desk, ready, asked = FileDesk(), threading.Event(), list[Any]()
+    desk, ready, requests = FileDesk(), threading.Event(), list[Any]()
 
     async def serve() -> None:
         desk.open()
@@ -24,7 +24,7 @@ def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, max_reques
         answer: Answer = None
         while (request := await desk.exchange(answer)) is not None:
             answer = folder.answer(request)
-            asked.append(request)
+            requests.append(request)
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
@@ -36,4 +36,4 @@ def answered(folder: FolderServer, work: Callable[[FarFolder], T], *, max_reques
     finally:
         desk.close()
         thread.join()
-        assert len(asked) <= max_requests, "it asks for large pieces"
+        assert len(requests) <= max_requests, "it asks for large pieces"

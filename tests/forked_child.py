@@ -11,6 +11,6 @@ def report(queue: "SimpleQueue[Any]") -> None:
     """Sends what the child is, and ends with status 3."""
     state = {"pid": os.getpid(), "parent": os.getppid(), "threads": len(os.listdir("/proc/self/task"))}
     state["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
-    shown = Path("/proc/self/environ").read_text(errors="replace")
-    queue.put({**state, "forked": "decimal" in sys.modules, "shown": shown})
+    environment = Path("/proc/self/environ").read_text(errors="replace")
+    queue.put({**state, "forked": "decimal" in sys.modules, "shown": environment})
     sys.exit(3)

@@ -33,7 +33,7 @@ class InFloat64(TorchFunctionMode):
             if func is torch.Tensor.float:
                 return args[0]
             if func in (torch.Tensor.to, torch.Tensor.type):
-                args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+                args = tuple(torch.float64 if argument is torch.float32 else argument for argument in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
@@ -55,13 +55,13 @@ def share_angles(model: Any, titan: torch.nn.Module) -> None:
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]] = rotary.forward
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = []
+        results = []
         for table, theirs in zip(tables, original(x, position_ids), strict=True):
             ours = table[position_ids].double() * (rotary.attention_scaling / getattr(rope.config, "amplitude", 1))
             ours = ours.repeat(1, 1, theirs.shape[-1] // ours.shape[-1])
             assert (ours - theirs).abs().max() < 1e-4, "the angles are others"
-            found.append(ours)
-        return tuple(found)
+            results.append(ours)
+        return tuple(results)
 
     rotary.forward = forward
 
@@ -153,7 +153,7 @@ class PlainTrainer:
                 for s, segment in enumerate(episode.segments)
             }
         group_size = len(batch.groups[0].episodes)
-        found = []
+        results = []
         for _ in range(epochs):
             for minibatch in minibatches:
                 groups = sorted({int(e) // group_size for row in minibatch.rows for e in row.episodes[row.mask]})
@@ -175,8 +175,8 @@ class PlainTrainer:
                 }[loss.aggregation.kind]
                 total = total / divisor
                 total.backward()
-                found.append((float(total.detach()), *self._update(total_updates)))
-        return found
+                results.append((float(total.detach()), *self._update(total_updates)))
+        return results
 
     def _losses(
         self,
@@ -249,8 +249,8 @@ def _trained(segment: Segment) -> np.ndarray:
 
 def _of_tokens(segment: Segment, advantages: list[np.ndarray]) -> np.ndarray:
     """Advantages of a segment's tokens; each turn's lie one after the other."""
-    found = np.zeros(len(segment.token_ids), np.float32)
+    column = np.zeros(len(segment.token_ids), np.float32)
     turns = np.where(segment.trained, segment.turns, -1)
     for turn, values in enumerate(advantages):
-        found[turns == turn] = values if (turns == turn).any() else 0
-    return found
+        column[turns == turn] = values if (turns == turn).any() else 0
+    return column

@@ -17,7 +17,7 @@ def lives(process: psutil.Process | int) -> bool:
 
 def below(process: psutil.Process, word: str) -> list[psutil.Process]:
     """The descendants of a process whose command line has a word."""
-    return [each for each in process.children(recursive=True) if word in command_line(each)]
+    return [child for child in process.children(recursive=True) if word in command_line(child)]
 
 
 def command_line(process: psutil.Process) -> str:

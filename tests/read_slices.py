@@ -21,17 +21,17 @@ async def read_slices(
     async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
         async for bucket in buckets:
             with bucket.open() as tensors:
-                for entry in (each for each in bucket.entries if each.name in wants):
+                for entry in (bucket_entry for bucket_entry in bucket.entries if bucket_entry.name in wants):
                     part = wants[entry.name]
-                    (found,) = move([Move(places[entry.name], part.of(tensors[entry.name]), entry.shape, part)])
-                    reports.append(ShardReport(name=entry.name, tensor_slice=part, fingerprint=found))
+                    (fingerprint,) = move([Move(places[entry.name], part.of(tensors[entry.name]), entry.shape, part)])
+                    reports.append(ShardReport(name=entry.name, tensor_slice=part, fingerprint=fingerprint))
     return reports
 
 
 async def read_version(transport: Transport, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Read all tensors of a version, whose fingerprints must be those of the manifest."""
-    found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
+    tensors = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
     slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-    reports = await read_slices(transport, manifest, slices, found)
+    reports = await read_slices(transport, manifest, slices, tensors)
     manifest.attest(combine_shards(reports, version=manifest.version), "the test")
-    return found
+    return tensors

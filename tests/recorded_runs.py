@@ -23,13 +23,13 @@ class Words:
         self.pieces: dict[str, int] = {"<|im_end|>": 0}
 
     def ids(self, text: str) -> list[int]:
-        found, word = list[int](), ""
+        piece_ids, word = list[int](), ""
         for letter in text:
             if letter in " \n" and word:
-                found.append(self.pieces.setdefault(word, len(self.pieces)))
+                piece_ids.append(self.pieces.setdefault(word, len(self.pieces)))
                 word = ""
             word += letter
-        return [*found, self.pieces.setdefault(word, len(self.pieces))] if word else found
+        return [*piece_ids, self.pieces.setdefault(word, len(self.pieces))] if word else piece_ids
 
     @property
     def bytes(self) -> list[bytes]:
@@ -54,8 +54,8 @@ class Talk:
         response_s: float = 0.0,
         truncated: bool = False,
     ) -> None:
-        shown = "".join(f"\n<|im_start|>{message['role']}\n{message['content']}" for message in messages)
-        prompt = [*self._contexts.get(of, []), *self._words.ids(f"{shown}\n<|im_start|>assistant\n")]
+        prompt_text = "".join(f"\n<|im_start|>{message['role']}\n{message['content']}" for message in messages)
+        prompt = [*self._contexts.get(of, []), *self._words.ids(f"{prompt_text}\n<|im_start|>assistant\n")]
         tokens = [*self._words.ids(answer), 0]
         self._contexts[of] = [*prompt, *tokens]
         cut = self._drawn.integers(0, len(tokens) + 1)
@@ -97,8 +97,8 @@ def one_turn(words: Words, drawn: random.Random, version: int, number: int, righ
     a, b = 3 + number * 7 % 50, 2 + number * 13 % 40
     task = task_of("sums", number, f"What is {a} + {b}?", str(a + b), system="You are a careful assistant.")
     talk = Talk(words, drawn.randrange(1 << 30), version)
-    said = f"First {a} and then {b} more, which makes {a + b if right else a + b + drawn.randint(1, 9)}"
-    talk.turn([dict(each) for each in task.messages], text or said)
+    answer = f"First {a} and then {b} more, which makes {a + b if right else a + b + drawn.randint(1, 9)}"
+    talk.turn([dict(message) for message in task.messages], text or answer)
     return talk.episode(task, float(right), parts={"correct": float(right), "brief": 0.1})
 
 
@@ -109,11 +109,11 @@ def tools(words: Words, drawn: random.Random, version: int, number: int, right: 
     wrong = ToolCall(id="1", name="calculator", arguments=json.dumps({"expression": f"{a} x {b}"}), seconds=0.004)
     error = f"error: ValueError: '{a} x {b}' is not an arithmetic expression"
     wrong = ToolCall(**{**vars(wrong), "error": error})
-    good = ToolCall(id="2", name="calculator", arguments=json.dumps({"expression": f"{a} * {b}"}), seconds=0.003)
-    talk.turn([dict(each) for each in task.messages], f"calculator( {a} x {b} )", calls=(wrong,), response_s=0.01)
-    talk.turn([{"role": "tool", "content": error}], f"calculator( {a} * {b} )", calls=(good,), response_s=0.01)
-    said = f"The result is {a * b if right else a * b - 1}"
-    talk.turn([{"role": "tool", "content": str(a * b)}], text or said)
+    call = ToolCall(id="2", name="calculator", arguments=json.dumps({"expression": f"{a} * {b}"}), seconds=0.003)
+    talk.turn([dict(message) for message in task.messages], f"calculator( {a} x {b} )", calls=(wrong,), response_s=0.01)
+    talk.turn([{"role": "tool", "content": error}], f"calculator( {a} * {b} )", calls=(call,), response_s=0.01)
+    answer = f"The result is {a * b if right else a * b - 1}"
+    talk.turn([{"role": "tool", "content": str(a * b)}], text or answer)
     return talk.episode(task, float(right), parts={"correct": float(right), "called": 1.0})
 
 
@@ -121,20 +121,22 @@ def world(words: Words, drawn: random.Random, version: int, number: int, right: 
     task = task_of("maze", number, "You stand at (0, 0). The exit is at (2, 0). Say east or west.", "2 steps")
     talk = Talk(words, drawn.randrange(1 << 30), version)
     moves = ["east", "east", "east"] if right else ["west", "east", "west"]
-    seen = "You stand at (0, 0)."
+    observation = "You stand at (0, 0)."
     for step, move in enumerate(moves):
         messages: list[dict[str, object]]
-        messages = [dict(each) for each in task.messages] if step == 0 else [{"role": "user", "content": seen}]
+        messages = (
+            [dict(message) for message in task.messages] if step == 0 else [{"role": "user", "content": observation}]
+        )
         talk.turn(messages, text if text and step == 2 else f"I go {move}", response_s=0.3)
-        seen = f"You went {move}: step {step + 1}."
+        observation = f"You went {move}: step {step + 1}."
     return talk.episode(task, float(right), parts={"exit": float(right), "steps": -0.03}, outcome=Outcome.TRUNCATED)
 
 
 def agent(words: Words, drawn: random.Random, version: int, number: int, right: bool, text: str = "") -> Episode:
     task = task_of("research", number, f"Who wrote report {number}?", "Ada")
     talk = Talk(words, drawn.randrange(1 << 30), version)
-    asked = ToolCall(id="1", name="ask_helper", arguments='{"question": "Who signed it?"}')
-    talk.turn([dict(each) for each in task.messages], "I ask my helper.", calls=(asked,), response_s=1.4)
+    call = ToolCall(id="1", name="ask_helper", arguments='{"question": "Who signed it?"}')
+    talk.turn([dict(message) for message in task.messages], "I ask my helper.", calls=(call,), response_s=1.4)
     helper: list[dict[str, object]] = [{"role": "system", "content": "You help."}]
     talk.turn([*helper, {"role": "user", "content": "Who signed it?"}], "The signature reads Ada.", of="helper")
     final = text or f"It was {'Ada' if right else 'Bob'}"
@@ -176,7 +178,7 @@ def recorded_run(
     trace = Trace(folder / "trace.json", clock=lambda: clock[0])
 
     def made(step: int, kind_: Kind) -> list[RecordedEpisode]:
-        found = []
+        rows = []
         for group in range(groups):
             number = group if kind_ == "evaluated" else step * groups + group
             share = 0.0 if group % 4 == 1 else skill * (0.5 + 0.5 * step / steps)
@@ -187,7 +189,7 @@ def recorded_run(
                 uniform = len(set(rights)) == 1 or kind_ == "evaluated"
                 gaps = np.random.default_rng(drawn.randrange(1 << 30)).normal(0, 0.03, count).astype(np.float32)
                 advantages = np.full(count, 0.0 if uniform else right - sum(rights) / size, np.float32)
-                found.append(
+                rows.append(
                     RecordedEpisode(
                         step=step,
                         kind=kind_,
@@ -202,7 +204,7 @@ def recorded_run(
                         trained=None if uniform else np.ones(count, np.bool_),
                     )
                 )
-        return found
+        return rows
 
     for step in range(1, steps + 1):
         if kind == "failed" and step == 2:

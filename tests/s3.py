@@ -88,7 +88,10 @@ class S3:
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         method, url = environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
-        fault = next((each for each in self._faults if each[0] == method and each[1] in url), None)
+        fault = next(
+            (listed_fault for listed_fault in self._faults if listed_fault[0] == method and listed_fault[1] in url),
+            None,
+        )
         if fault is None:
             if "list-type=2" not in url or not self.lags:
                 return self._moto(environ, start_response)

@@ -127,16 +127,16 @@ class Unchanged:
 
 
 def checkpointer_of(parts: Parts, folder: Path, *, keeps_best: bool = True) -> Checkpointer:
-    one = cast(Any, parts)
-    rollout = RolloutServices(generator=one, weights=one, reward=one, environment=None, devices=one)
-    services = Services(trainer=one, rollout=rollout)
+    service = cast(Any, parts)
+    rollout = RolloutServices(generator=service, weights=service, reward=service, environment=None, devices=service)
+    services = Services(trainer=service, rollout=rollout)
     sets = {"held_out": [Task(id="1", source="a", messages=())]}
     return Checkpointer(
         Checkpoints(folder / "checkpoints", keep=2, keeps_best=keeps_best),
         RunParts(
             services=services,
-            batches=one,
-            evaluator=Evaluator(sets, RolloutEvaluations(EvalConfig(), one, max_tokens=1, warn=print)),
+            batches=service,
+            evaluator=Evaluator(sets, RolloutEvaluations(EvalConfig(), service, max_tokens=1, warn=print)),
             live=cast(Any, Unchanged()),
         ),
         models=(folder, folder),

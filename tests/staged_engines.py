@@ -94,10 +94,10 @@ async def stage(
         max_model_len=256,
         restart=Restart(max_restarts=max_restarts),
     )
-    async with cluster(tmp_path / "logs") as (made, faults):
+    async with cluster(tmp_path / "logs") as (meshes, faults):
         generator = await Generator.start(
             config,
-            ServiceStart(cluster=made, faults=faults, deadline_s=120, name=new_service_name()),
+            ServiceStart(cluster=meshes, faults=faults, deadline_s=120, name=new_service_name()),
             model=MODEL,
             seed=0,
             sharing=DeviceSharing(replace=replace),
@@ -121,13 +121,13 @@ async def stream(
     generator: Generator, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
 ) -> AsyncGenerator[Chunk, None]:
     """A completion's chunks as they come; closing this cancels it."""
-    came: asyncio.Queue[Chunk | None] = asyncio.Queue()
+    chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
     decoding = asyncio.ensure_future(
-        generator.generate(prompt_ids, sampling, engine=engine, observe=came.put_nowait, gather_s=0.0)
+        generator.generate(prompt_ids, sampling, engine=engine, observe=chunks.put_nowait, gather_s=0.0)
     )
-    decoding.add_done_callback(lambda _: came.put_nowait(None))
+    decoding.add_done_callback(lambda _: chunks.put_nowait(None))
     try:
-        while (chunk := await came.get()) is not None:
+        while (chunk := await chunks.get()) is not None:
             yield chunk
         await decoding
     finally:

@@ -186,8 +186,12 @@ class StagedReward:
 
     async def score(self, episodes: Sequence[Episode]) -> list[Score]:
         task = episodes[0].task
-        given = self.score_of(task, episodes) if self.form == "group" else [self._one(task, each) for each in episodes]
-        return [each if isinstance(each, Score) else Score(total=each) for each in given]
+        scores = (
+            self.score_of(task, episodes)
+            if self.form == "group"
+            else [self._one(task, episode) for episode in episodes]
+        )
+        return [score if isinstance(score, Score) else Score(total=score) for score in scores]
 
     def _one(self, task: Task, episode: Episode) -> Any:
         return self.score_of(task, episode.text if self.form == "text" else episode)

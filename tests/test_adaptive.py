@@ -52,16 +52,18 @@ def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, 
     total=st.floats(0.01, 1),
 )
 def test_shares_are_bounded_add_up_and_keep_the_ratios_of_free_ones(scores, low, high, total):
-    each = total / len(scores)
-    least, most = low * each, each + high * (1 - each)
-    shares = list(bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most, total=total).values())  # type: ignore[arg-type]
+    equal_share = total / len(scores)
+    min_share, max_share = low * equal_share, equal_share + high * (1 - equal_share)
+    shares = list(
+        bounded_shares(dict(enumerate(scores)), min_share=min_share, max_share=max_share, total=total).values()
+    )  # type: ignore[arg-type]
     assert math.fsum(shares) == pytest.approx(total, rel=1e-9)
-    assert all(least - 1e-12 <= share <= most + 1e-12 for share in shares)
+    assert all(min_share - 1e-12 <= share <= max_share + 1e-12 for share in shares)
     for score, share in zip(scores, shares, strict=True):
         for other, others_share in zip(scores, shares, strict=True):
             if score > other:
                 assert share >= others_share - 1e-12
-            free = all(least + 1e-9 < each < most - 1e-9 for each in (share, others_share))
+            free = all(min_share + 1e-9 < each < max_share - 1e-9 for each in (share, others_share))
             if free and min(score, other) > 1e-6 * max(scores):
                 assert share * other == pytest.approx(others_share * score, rel=1e-6)
 
@@ -84,90 +86,94 @@ def test_in_any_course_of_rewards_shares_add_up_to_one_within_the_bounds(seed, s
 
 
 def test_half_solved_sources_grow_and_others_fall_to_the_minimum():
-    found = mixture(hard=1, right=1, easy=1)
-    found.adapt(SUCCESS)
-    assert found.shares == pytest.approx({"hard": 1 / 3, "right": 1 / 3, "easy": 1 / 3})
-    assert found.metrics()["data/mixture_shift"] == 0
+    adaptive_mixture = mixture(hard=1, right=1, easy=1)
+    adaptive_mixture.adapt(SUCCESS)
+    assert adaptive_mixture.shares == pytest.approx({"hard": 1 / 3, "right": 1 / 3, "easy": 1 / 3})
+    assert adaptive_mixture.metrics()["data/mixture_shift"] == 0
     for _ in range(20):
-        found.observe([group("hard", 0, 0), group("right", 0, 1), group("easy", 1, 1)])
-    assert found.shares == pytest.approx({"hard": 0.05, "right": 0.9, "easy": 0.05})
-    assert found.metrics()["data/mixture_shift"] == pytest.approx(0.9 - 1 / 3)
+        adaptive_mixture.observe([group("hard", 0, 0), group("right", 0, 1), group("easy", 1, 1)])
+    assert adaptive_mixture.shares == pytest.approx({"hard": 0.05, "right": 0.9, "easy": 0.05})
+    assert adaptive_mixture.metrics()["data/mixture_shift"] == pytest.approx(0.9 - 1 / 3)
 
 
 def test_mixed_always_and_never_solved_tasks_give_nothing_to_learn():
-    found = mixture(split=1, right=1)
-    found.adapt(SUCCESS)
+    adaptive_mixture = mixture(split=1, right=1)
+    adaptive_mixture.adapt(SUCCESS)
     for _ in range(20):
-        found.observe([group("split", 0, 0), group("split", 1, 1), group("right", 0, 1), group("right", 0, 1)])
-    assert found.shares["split"] == pytest.approx(0.1), "their mean reward is 0.5, too; the other has its most"
+        adaptive_mixture.observe(
+            [group("split", 0, 0), group("split", 1, 1), group("right", 0, 1), group("right", 0, 1)]
+        )
+    assert adaptive_mixture.shares["split"] == pytest.approx(0.1), (
+        "their mean reward is 0.5, too; the other has its most"
+    )
 
 
 @pytest.mark.parametrize(("target", "more"), [(0.25, "quarter"), (0.75, "most")])
 def test_the_target_is_where_a_source_has_its_largest_share(target: float, more: str):
-    found = mixture(quarter=1, most=1)
-    found.adapt(Adapting(adapt="success", target=target, momentum=0.0))
-    found.observe([group("quarter", 0, 0, 0, 1), group("most", 0, 1, 1, 1)])
-    assert found.shares[more] == max(found.shares.values()) > 0.5
+    adaptive_mixture = mixture(quarter=1, most=1)
+    adaptive_mixture.adapt(Adapting(adapt="success", target=target, momentum=0.0))
+    adaptive_mixture.observe([group("quarter", 0, 0, 0, 1), group("most", 0, 1, 1, 1)])
+    assert adaptive_mixture.shares[more] == max(adaptive_mixture.shares.values()) > 0.5
 
 
 def test_a_share_set_by_hand_stays_until_adapt_is_set_again():
-    found, heard = mixture(a=1, b=1, c=1), []
-    found.changed.add(heard.append)
-    found.adapt(SUCCESS)
-    found["a"] = 0.02  # the hand may pass the bounds
-    found.observe([group("b", 0, 1), group("c", 0, 0)])
-    assert found.shares["a"] == pytest.approx(0.02)
-    assert found.shares["b"] > found.shares["c"]
-    assert "set by hand" in repr(found)
-    found.adapt(SUCCESS)
-    found.observe([group("a", 0, 0)])
-    assert found.shares["a"] >= 0.05
-    found.adapt(Adapting())
-    before = found.shares
-    found.observe([group("b", 0, 0), group("c", 0, 1)])
-    assert found.shares == before
+    adaptive_mixture, heard = mixture(a=1, b=1, c=1), []
+    adaptive_mixture.changed.add(heard.append)
+    adaptive_mixture.adapt(SUCCESS)
+    adaptive_mixture["a"] = 0.02  # the hand may pass the bounds
+    adaptive_mixture.observe([group("b", 0, 1), group("c", 0, 0)])
+    assert adaptive_mixture.shares["a"] == pytest.approx(0.02)
+    assert adaptive_mixture.shares["b"] > adaptive_mixture.shares["c"]
+    assert "set by hand" in repr(adaptive_mixture)
+    adaptive_mixture.adapt(SUCCESS)
+    adaptive_mixture.observe([group("a", 0, 0)])
+    assert adaptive_mixture.shares["a"] >= 0.05
+    adaptive_mixture.adapt(Adapting())
+    before = adaptive_mixture.shares
+    adaptive_mixture.observe([group("b", 0, 0), group("c", 0, 1)])
+    assert adaptive_mixture.shares == before
     adapts = "mixture adapts: shares by success, between 0.05 and 0.9, target 0.5"
     assert heard == [adapts, "mixture a 0.333333 -> 0.02", adapts, "mixture keeps its current weights"]
 
 
 @pytest.mark.parametrize("share", [1.5, -0.1, 0.6])
 def test_a_share_that_is_not_there_to_give_is_refused(share: float):
-    found = mixture(a=1, b=1)
-    found.adapt(SUCCESS)
-    found["a"] = 0.5
+    adaptive_mixture = mixture(a=1, b=1)
+    adaptive_mixture.adapt(SUCCESS)
+    adaptive_mixture["a"] = 0.5
     with pytest.raises(TaskError, match="the share of 'b' is set to"):
-        found["b"] = share
-    assert found.shares == pytest.approx({"a": 0.5, "b": 0.5})
+        adaptive_mixture["b"] = share
+    assert adaptive_mixture.shares == pytest.approx({"a": 0.5, "b": 0.5})
 
 
 def test_a_small_share_that_changes_often_still_gets_its_turn():
-    found = mixture(a=1, b=1)
-    found.adapt(Adapting(adapt="success", least=0.05, most=0.95))
+    adaptive_mixture = mixture(a=1, b=1)
+    adaptive_mixture.adapt(Adapting(adapt="success", least=0.05, most=0.95))
     given_out = 0
     for _ in range(400):
-        order = found.source_order(4)
-        found.observe([group(name, *((0, 1) if name == "a" else (0, 0))) for name in order])
+        order = adaptive_mixture.source_order(4)
+        adaptive_mixture.observe([group(name, *((0, 1) if name == "a" else (0, 0))) for name in order])
         given_out += order.count("b")
     assert 400 * 4 * 0.05 <= given_out <= 400 * 4 * 0.1
 
 
 def test_a_source_whose_weight_is_zero_stays_out():
-    found = mixture(a=1, b=1, c=0)
-    found.adapt(SUCCESS)
-    assert found.shares == pytest.approx({"a": 0.5, "b": 0.5, "c": 0.0})
+    adaptive_mixture = mixture(a=1, b=1, c=0)
+    adaptive_mixture.adapt(SUCCESS)
+    assert adaptive_mixture.shares == pytest.approx({"a": 0.5, "b": 0.5, "c": 0.0})
 
 
 def test_a_restored_mixture_continues_adapting_from_its_state():
-    found, resumed = mixture(a=2, b=1, c=1), mixture(a=2, b=1, c=1)
-    found.adapt(SUCCESS)
-    found["c"] = 0.25
-    found.observe([group("a", 0, 1), group("b", 1, 1)])
-    resumed.restore(json.loads(json.dumps(found.state())))
-    for each in (found, resumed):
-        each.observe([group("a", 1, 1), group("b", 0, 1), group("c", 0, 1)])
-    assert resumed.shares == found.shares
-    assert repr(resumed) == repr(found)
-    assert resumed.state() == found.state()
+    adaptive_mixture, resumed = mixture(a=2, b=1, c=1), mixture(a=2, b=1, c=1)
+    adaptive_mixture.adapt(SUCCESS)
+    adaptive_mixture["c"] = 0.25
+    adaptive_mixture.observe([group("a", 0, 1), group("b", 1, 1)])
+    resumed.restore(json.loads(json.dumps(adaptive_mixture.state())))
+    for source_mixture in (adaptive_mixture, resumed):
+        source_mixture.observe([group("a", 1, 1), group("b", 0, 1), group("c", 0, 1)])
+    assert resumed.shares == adaptive_mixture.shares
+    assert repr(resumed) == repr(adaptive_mixture)
+    assert resumed.state() == adaptive_mixture.state()
 
 
 @pytest.mark.parametrize(
@@ -181,9 +187,9 @@ def test_a_restored_mixture_continues_adapting_from_its_state():
     ],
 )
 def test_a_crafted_state_is_refused(change: dict[str, object]):
-    found = mixture(a=1, b=1)
-    found.adapt(SUCCESS)
-    state = found.state()
+    adaptive_mixture = mixture(a=1, b=1)
+    adaptive_mixture.adapt(SUCCESS)
+    state = adaptive_mixture.state()
     state["adaptive"] |= change  # type: ignore[operator]
     with pytest.raises(TaskError, match=r"the saved (mixture|state)"):
         mixture(a=1, b=1).restore(state)
@@ -205,6 +211,6 @@ def test_settings_that_cannot_be_name_their_flag(settings: dict[str, float], fla
 
 
 def test_bounds_that_leave_no_room_for_the_sources_are_refused():
-    for least, most in ((0.4, 0.9), (0.05, 0.3)):
+    for min_share, max_share in ((0.4, 0.9), (0.05, 0.3)):
         with pytest.raises(ConfigError, match="3 sources cannot each have a share between"):
-            mixture(a=1, b=1, c=1).adapt(Adapting(adapt="success", least=least, most=most))
+            mixture(a=1, b=1, c=1).adapt(Adapting(adapt="success", least=min_share, most=max_share))

@@ -89,9 +89,9 @@ def test_an_unknown_estimator_is_refused():
 
 def test_reinforce_compares_episodes_of_all_groups_also_where_each_has_one():
     # mean 1.5, unbiased variance 5 / 3
-    found = group_advantages(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), estimator="reinforce")
+    advantages = group_advantages(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), estimator="reinforce")
     expected = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]]) / (math.sqrt(5 / 3) + 1e-4)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(advantages, expected)
     assert torch.equal(group_advantages(torch.tensor([[0.1], [0.1]]), estimator="reinforce"), torch.zeros(2, 1))
     assert torch.equal(group_advantages(torch.tensor([[3.0]]), estimator="reinforce"), torch.zeros(1, 1))
 
@@ -120,11 +120,11 @@ def formula(estimator: str, r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The estimators as their papers write them, for one group after the other."""
     mean = r.mean(1, keepdims=True)
     size = r.shape[1]
-    others = np.stack([np.delete(r, i, axis=1).mean(1) for i in range(size)], axis=1)
+    sibling_means = np.stack([np.delete(r, i, axis=1).mean(1) for i in range(size)], axis=1)
     return {
         "grpo": lambda: (r - mean) / (r.std(1, ddof=1, keepdims=True) + 1e-4),
         "dr_grpo": lambda: r - mean,
-        "rloo": lambda: r - others,
+        "rloo": lambda: r - sibling_means,
         "opo": lambda: r - (lengths * r).sum(1, keepdims=True) / lengths.sum(1, keepdims=True),
         # one over the successes for each success, less one over all: times G, as for the other estimators
         "max_rl": lambda: size * (r / r.sum(1, keepdims=True) - 1 / size),
@@ -137,9 +137,9 @@ def formula(estimator: str, r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 def test_each_estimator_is_its_papers_formula(estimator: Estimator):
-    found = group_advantages(REWARDS, estimator=estimator, lengths=LENGTHS)
+    advantages = group_advantages(REWARDS, estimator=estimator, lengths=LENGTHS)
     expected = formula(estimator, REWARDS.double().numpy(), LENGTHS.numpy())
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
 def without(estimator: str, groups: list[np.ndarray], lengths: list[np.ndarray]) -> np.ndarray:
@@ -154,7 +154,10 @@ def without(estimator: str, groups: list[np.ndarray], lengths: list[np.ndarray])
         case "reinforce_pp_baseline":
             return by_token(centered, tokens)
     return np.concatenate(
-        [formula(estimator, group[None], own[None])[0] for group, own in zip(groups, lengths, strict=True)]
+        [
+            formula(estimator, group[None], group_lengths[None])[0]
+            for group, group_lengths in zip(groups, lengths, strict=True)
+        ]
     )
 
 
@@ -162,11 +165,11 @@ def without(estimator: str, groups: list[np.ndarray], lengths: list[np.ndarray])
 def test_episodes_without_a_score_are_in_no_mean_std_or_count(estimator: Estimator):
     rewards = torch.tensor([[0.0, math.nan, 1.0, 0.0], [1.0, 0.2, 1.0, -9.0], [0.2, 0.0, 0.9, 0.4]])
     scored = torch.tensor([[True, False, True, True], [True, True, True, False], [True] * 4])
-    found = group_advantages(rewards, estimator=estimator, lengths=LENGTHS, scored=scored)
-    groups = [row[known].double().numpy() for row, known in zip(rewards, scored, strict=True)]
-    lengths = [row[known].numpy() for row, known in zip(LENGTHS, scored, strict=True)]
-    np.testing.assert_allclose(found[scored].numpy(), without(estimator, groups, lengths), rtol=1e-5, atol=1e-6)
-    assert not found[~scored].any()
+    advantages = group_advantages(rewards, estimator=estimator, lengths=LENGTHS, scored=scored)
+    groups = [row[is_scored].double().numpy() for row, is_scored in zip(rewards, scored, strict=True)]
+    lengths = [row[is_scored].numpy() for row, is_scored in zip(LENGTHS, scored, strict=True)]
+    np.testing.assert_allclose(advantages[scored].numpy(), without(estimator, groups, lengths), rtol=1e-5, atol=1e-6)
+    assert not advantages[~scored].any()
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
@@ -174,16 +177,16 @@ def test_episodes_without_a_score_are_in_no_mean_std_or_count(estimator: Estimat
 def test_equal_rewards_beside_an_episode_without_a_score_give_exactly_zero(estimator: Estimator, size: int):
     scored = torch.arange(size + 1)[None] > 0
     rewards = torch.full((1, size + 1), 0.1).where(scored, 5.0)
-    found = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, size + 1), scored=scored)
-    assert torch.equal(found, torch.zeros(1, size + 1))
+    advantages = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, size + 1), scored=scored)
+    assert torch.equal(advantages, torch.zeros(1, size + 1))
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 def test_no_score_and_one_score_give_zero(estimator: Estimator):
     rewards, scored = torch.tensor([[5.0, 7.0, 9.0]]), torch.tensor([[False, True, False]])
-    for known in (scored, scored & False):
-        found = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, 3), scored=known)
-        assert torch.equal(found, torch.zeros(1, 3))
+    for mask in (scored, scored & False):
+        advantages = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, 3), scored=mask)
+        assert torch.equal(advantages, torch.zeros(1, 3))
     with pytest.raises(ConfigError, match="`scored` has shape"):
         group_advantages(rewards, estimator=estimator, scored=scored[0])
 
@@ -208,8 +211,11 @@ def scored(*groups: list[dict[str, float]]) -> Batch:
         turn = Turn(prompt_ids=(1,), token_ids=(10,) * size, logprobs=(-1.0,) * size, versions=(0,) * size, text="")
         return Episode(task=TASK, turns=(turn,), score=Score(total=sum(parts.values()), parts=parts))
 
-    made = [Group(task=TASK, episodes=tuple(episode(i, parts) for i, parts in enumerate(each))) for each in groups]
-    return Batch(groups=tuple(made), version=0)
+    episode_groups = [
+        Group(task=TASK, episodes=tuple(episode(i, parts) for i, parts in enumerate(group_parts)))
+        for group_parts in groups
+    ]
+    return Batch(groups=tuple(episode_groups), version=0)
 
 
 def test_a_batch_hands_its_lengths_on():
@@ -220,12 +226,14 @@ def test_a_batch_hands_its_lengths_on():
 def test_gdpo_normalises_parts_as_trl_does():
     nan = math.nan
     parts = np.array([[[1, 0.0], [0, 1], [1, 1], [0, nan]], [[1, 0.5], [1, 0.2], [0, 0.1], [1, nan]]])
-    batch = scored(*[[{n: v for n, v in zip("ab", each, strict=True) if v == v} for each in group] for group in parts])
+    batch = scored(
+        *[[{n: v for n, v in zip("ab", values, strict=True) if v == v} for values in group] for group in parts]
+    )
     mean, std = np.nanmean(parts, 1, keepdims=True), np.nanstd(parts, 1, ddof=1, keepdims=True)
     summed = np.nansum((parts - mean) / (std + 1e-4) * np.array([1.0, 0.5]), axis=2)
     expected = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
-    found = gdpo_advantages(batch, {"a": 1.0, "b": 0.5})
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    advantages = gdpo_advantages(batch, {"a": 1.0, "b": 0.5})
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gdpo_distinguishes_rewards_that_a_sum_cannot():
@@ -248,13 +256,13 @@ def valued(
     total: float, turns: tuple[float, ...], tokens: tuple[tuple[float, ...], ...], *, scored: bool = True
 ) -> Episode:
     """An episode of turns of these tokens, whose score has these values."""
-    made = [
-        Turn(prompt_ids=(1,) * (place + 1), token_ids=(9,) * len(each), logprobs=(-1.0,) * len(each),
-             versions=(0,) * len(each), text="")
-        for place, each in enumerate(tokens)
+    made_turns = [
+        Turn(prompt_ids=(1,) * (place + 1), token_ids=(9,) * len(values), logprobs=(-1.0,) * len(values),
+             versions=(0,) * len(values), text="")
+        for place, values in enumerate(tokens)
     ]  # fmt: skip
     score = Score(total=total, turns=turns, tokens=tokens) if scored else None
-    return Episode(task=TASK, turns=tuple(made), score=score)
+    return Episode(task=TASK, turns=tuple(made_turns), score=score)
 
 
 VALUED = [
@@ -275,26 +283,28 @@ def test_episodes_turns_and_tokens_add_up(estimator: Estimator, scaled: bool):
     of_tokens = normalised(np.array([0.1, np.nan, 0.4, 0.0, 0.2, 0.3, np.nan, -0.6, 1.0, 0.0]))
     expected = np.repeat(of_episodes, [5, 3, 2]) + np.repeat(of_turns, [2, 3, 1, 2, 2]) + of_tokens
     batch = Batch(groups=(Group(task=TASK, episodes=tuple(VALUED)),), version=0)
-    (found,) = batch_advantages(batch, estimator=estimator)
-    assert [len(each) for each in found] == [5, 3, 2]
-    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-5, atol=1e-6)
+    (advantages,) = batch_advantages(batch, estimator=estimator)
+    assert [len(values) for values in advantages] == [5, 3, 2]
+    np.testing.assert_allclose(np.concatenate(advantages), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 def test_a_batch_leaves_episodes_without_a_score_out(estimator: Estimator):
     failed = valued(0.0, (7.0,), ((8.0,) * 6,), scored=False)
-    whole = Batch(groups=(Group(task=TASK, episodes=tuple(VALUED)),), version=0)
+    batch = Batch(groups=(Group(task=TASK, episodes=tuple(VALUED)),), version=0)
     with_failed = Batch(groups=(Group(task=TASK, episodes=(VALUED[0], failed, *VALUED[1:])),), version=0)
-    (expected,), (found,) = (batch_advantages(each, estimator=estimator) for each in (whole, with_failed))
-    assert not found[1].any()
-    assert len(found[1]) == 6
-    for own, same in zip([found[0], *found[2:]], expected, strict=True):
-        np.testing.assert_allclose(own, same, rtol=1e-6)
+    (expected,), (advantages,) = (
+        batch_advantages(candidate, estimator=estimator) for candidate in (batch, with_failed)
+    )
+    assert not advantages[1].any()
+    assert len(advantages[1]) == 6
+    for values, expected_values in zip([advantages[0], *advantages[2:]], expected, strict=True):
+        np.testing.assert_allclose(values, expected_values, rtol=1e-6)
 
 
 def test_gdpo_leaves_episodes_without_a_score_out():
-    whole = scored([{"a": 1.0, "b": 0.2}, {"a": 0.0, "b": 0.1}, {"a": 1.0, "b": 0.9}])
-    failed = replace(whole.groups[0].episodes[0], score=None)
-    mixed = Batch(groups=(replace(whole.groups[0], episodes=(failed, *whole.groups[0].episodes)),), version=0)
-    expected = gdpo_advantages(whole, {"a": 1.0, "b": 0.5})
+    batch = scored([{"a": 1.0, "b": 0.2}, {"a": 0.0, "b": 0.1}, {"a": 1.0, "b": 0.9}])
+    failed = replace(batch.groups[0].episodes[0], score=None)
+    mixed = Batch(groups=(replace(batch.groups[0], episodes=(failed, *batch.groups[0].episodes)),), version=0)
+    expected = gdpo_advantages(batch, {"a": 1.0, "b": 0.5})
     torch.testing.assert_close(gdpo_advantages(mixed, {"a": 1.0, "b": 0.5}), torch.nn.functional.pad(expected, (1, 0)))

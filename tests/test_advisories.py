@@ -86,8 +86,8 @@ LATER = dict.fromkeys(("gap", "drift", "entropy", "longer", "shorter"), 2) | {"f
 def run_of(kind: str) -> list[Row]:
     """Steady steps, then eight with the cause."""
     causes = CAUSES[kind][0]
-    bad = [causes[min(at, len(causes) - 1)] for at in range(8)]
-    return [{"step": at + 1, **STEADY, **row} for at, row in enumerate([{}] * STEADY_STEPS + bad)]
+    bad_rows = [causes[min(index, len(causes) - 1)] for index in range(8)]
+    return [{"step": index + 1, **STEADY, **row} for index, row in enumerate([{}] * STEADY_STEPS + bad_rows)]
 
 
 def test_every_condition_has_a_cause_here() -> None:
@@ -106,20 +106,20 @@ def test_a_condition_is_named_with_its_first_step(kind: str) -> None:
     watch = Advisories(max_lag=4)
     for row in run_of(kind):
         begun += watch.look_at(int(str(row["step"])), {name: value for name, value in row.items() if name != "step"})
-    found = next(each for each in begun if each.kind == kind)
-    assert found.since == STEADY_STEPS + 1 + LATER.get(kind, 0)
-    assert CAUSES[kind][1] in found.text
-    assert "--" in found.text or "forge-rl" in found.text
-    assert [each.kind for each in begun].count(kind) == 1, "it is returned once"
-    allowed = {"variance": {"uniform"}}
-    assert {each.kind for each in begun} - {kind} <= allowed.get(kind, set())
+    advisory = next(advisory for advisory in begun if advisory.kind == kind)
+    assert advisory.since == STEADY_STEPS + 1 + LATER.get(kind, 0)
+    assert CAUSES[kind][1] in advisory.text
+    assert "--" in advisory.text or "forge-rl" in advisory.text
+    assert [advisory.kind for advisory in begun].count(kind) == 1, "it is returned once"
+    side_effects = {"variance": {"uniform"}}
+    assert {advisory.kind for advisory in begun} - {kind} <= side_effects.get(kind, set())
 
 
 @pytest.mark.parametrize(("usage", "preemptions", "full"), [(0.98, 0, False), (0.995, 0, True), (0.7, 1, True)])
 def test_a_cache_counts_as_full_by_its_use_or_by_preemptions(usage: float, preemptions: int, full: bool) -> None:
     row = {"generator/kv_cache_usage": usage, "generator/preemptions": preemptions}
-    found = advisories_of([{"step": step, **row} for step in range(1, 4)])
-    assert [advisory.kind for advisory, _ in found] == ["cache"] * full
+    advisories = advisories_of([{"step": step, **row} for step in range(1, 4)])
+    assert [advisory.kind for advisory, _ in advisories] == ["cache"] * full
 
 
 @pytest.mark.parametrize(("counts", "begins"), [([3, 0, 2, 0, 4, 0], [3]), ([3, 0, 0, 0, 0, 0], []), ([0] * 6, [])])
@@ -154,15 +154,15 @@ def test_slow_changes_and_one_kind_of_sign_are_no_divergence() -> None:
     slow = [STEADY | {"entropy": 0.97**step, "tokens/completion_mean": 200 * 1.03**step} for step in range(100)]
     stale = [STEADY | ({"logprob_drift": 1.0, "ratio/p99": 80.0} if step > 9 else {}) for step in range(20)]
     for rows in (slow, stale):
-        told = advisories_of([{"step": step, **row} for step, row in enumerate(rows, 1)])
-        assert "diverged" not in {advisory.kind for advisory, _ in told}
-        assert told, "but by its own name"
+        advisories = advisories_of([{"step": step, **row} for step, row in enumerate(rows, 1)])
+        assert "diverged" not in {advisory.kind for advisory, _ in advisories}
+        assert advisories, "but by its own name"
 
 
 def test_an_advisory_ends_and_a_rollback_forgets() -> None:
     rows = [*run_of("truncated"), {"step": 17, **STEADY}]
-    ((found, end),) = advisories_of(rows)
-    assert (found.kind, found.since, end) == ("truncated", 9, 17)
+    ((advisory, end),) = advisories_of(rows)
+    assert (advisory.kind, advisory.since, end) == ("truncated", 9, 17)
     watch = Advisories()
     for step in (1, 2):
         assert watch.look_at(step, {"episodes/truncated": 0.9}) == []
@@ -170,7 +170,7 @@ def test_an_advisory_ends_and_a_rollback_forgets() -> None:
     assert watch.look_at(2, {"episodes/truncated": 0.9}) == []
     assert watch.look_at(3, {"entropy": float("nan"), "lag/hist": {}}) == []
     assert watch.look_at(3, {"episodes/truncated": 0.9}) == []
-    assert [str(each) for each in watch.look_at(4, {"episodes/truncated": 0.9})] == [
+    assert [str(advisory) for advisory in watch.look_at(4, {"episodes/truncated": 0.9})] == [
         "since step 2: 90% of the episodes are truncated: raise --generator.max-tokens"
     ]
 

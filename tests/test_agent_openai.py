@@ -96,7 +96,7 @@ async def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
         assert tuple(second.prompt_ids[: len(tuple(first.context))]) == tuple(first.context)
         (segment,) = episode.segments
         assert sum(segment.trained) == len(letters_of("Let me see.")) + len(ids_of("It is 5."))
-        assert {asked.sampling.temperature for asked in client.backend.asked} == {0.7}
+        assert {request.sampling.temperature for request in client.backend.asked} == {0.7}
 
     await check()
 
@@ -333,20 +333,20 @@ async def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit(
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_an_endless_agent_is_cut_and_scored_and_a_hung_one_is_not(hangs: bool):
     client = PolicyClient(FakeBackend())
-    asked = asyncio.Event()
+    is_asked = asyncio.Event()
 
     async def agent(task: Task, session: Session) -> str:
         while True:
             await ask(session)
             if hangs:
-                asked.set()
+                is_asked.set()
                 await asyncio.Event().wait()
             client.own_s += 0.4
 
     async with attempts_of(agent) as attempts:
         running = asyncio.ensure_future(replace(attempts, deadline_s=1.0)(TASK, client))
         if hangs:
-            await asked.wait()
+            await is_asked.wait()
             await asyncio.sleep(0.1)  # it has looked meanwhile
             client.own_s = 2.0
         episode = await running
@@ -374,8 +374,8 @@ async def test_an_agent_that_loops_is_told_what_a_session_may_have_and_is_cut():
         many = await replace(attempts, agent=ask_for_many)(TASK, PolicyClient(FakeBackend()))
         assert (many.outcome, many.turns) == (Outcome.ENVIRONMENT_ERROR, ())
         assert "6 turns, more than 5 (--gateway.session-turns)" in many.problem
-        each = len(episode.turns[0].context)
-    async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * each)) as attempts:
+        context_tokens = len(episode.turns[0].context)
+    async with attempts_of(loop, config=GatewayConfig(session_tokens=2 * context_tokens)) as attempts:
         episode = await attempts(TASK, PolicyClient(FakeBackend()))
         assert (episode.outcome, len(episode.turns)) == (Outcome.TRUNCATED, 2)
 

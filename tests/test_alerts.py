@@ -69,11 +69,11 @@ def test_a_command_gets_each_advisory_and_the_end_as_json_without_secrets(
     command = script(tmp_path, f"open({str(out)!r}, 'a').write(sys.stdin.read() + '\\n')\nassert len(sys.argv) == 2")
     with log_to(tmp_path, AlertSink(Alerts(command=f"{command} 'two words'"))) as log:
         run_badly(log)
-    told = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["event"] for each in told] == ["advisory_began", "advisory_ended", "run_failed"]
-    assert (told[0]["kind"], told[0]["since"], told[0]["step"]) == ("truncated", 1, 3)
-    assert "--generator.max-tokens" in told[0]["text"]
-    assert (told[2]["run"], told[2]["recipe"], told[2]["text"]) == (
+    alerts_written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [alert["event"] for alert in alerts_written] == ["advisory_began", "advisory_ended", "run_failed"]
+    assert (alerts_written[0]["kind"], alerts_written[0]["since"], alerts_written[0]["step"]) == ("truncated", 1, 3)
+    assert "--generator.max-tokens" in alerts_written[0]["text"]
+    assert (alerts_written[2]["run"], alerts_written[2]["recipe"], alerts_written[2]["text"]) == (
         tmp_path.name,
         "grpo",
         "trainer: https://host said ***",
@@ -106,20 +106,20 @@ def test_a_command_that_fails_is_a_warning_and_too_many_alerts_are_counted(
     fails = f"open({str(out)!r}, 'a').write(sys.stdin.read() + '\\n')\nsys.exit('no such\\x1b[2J room')"
     with log_to(tmp_path, AlertSink(Alerts(command=script(tmp_path, fails)))) as log:
         run_badly(log)
-    told = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["event"] for each in told] == ["advisory_began", "run_failed"]
-    assert told[1]["left_out"] == 1
+    alerts_written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [alert["event"] for alert in alerts_written] == ["advisory_began", "run_failed"]
+    assert alerts_written[1]["left_out"] == 1
     assert any("exit status 1: no such" in text for text in events(tmp_path))
 
 
 @contextmanager
 def receiver(status: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server that keeps what is POSTed to it."""
-    got: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            requests.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
             self.send_response(status)
             self.send_header("location", "http://127.0.0.1:1/elsewhere")
             self.end_headers()
@@ -129,7 +129,7 @@ def receiver(status: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/hook/secret", got
+    yield f"http://127.0.0.1:{server.server_port}/hook/secret", requests
     server.shutdown()
     thread.join()
     server.server_close()
@@ -137,9 +137,9 @@ def receiver(status: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 @pytest.mark.parametrize(("status", "said"), [(204, ""), (302, "status 302"), (500, "status 500")])
 def test_a_url_gets_the_same_and_its_errors_are_warnings_without_it(tmp_path: Path, status: int, said: str) -> None:
-    with receiver(status) as (url, got), log_to(tmp_path, AlertSink(Alerts(webhook_url=url))) as log:
+    with receiver(status) as (url, requests), log_to(tmp_path, AlertSink(Alerts(webhook_url=url))) as log:
         run_badly(log)
-    assert [each["event"] for each in got] == ["advisory_began", "advisory_ended", "run_failed"]
+    assert [request["event"] for request in requests] == ["advisory_began", "advisory_ended", "run_failed"]
     warnings = [text for text in events(tmp_path) if "--alerts.webhook-url" in text]
     assert bool(warnings) == bool(said)
     assert all(said in text and "hook" not in text.replace("webhook", "") for text in warnings)
@@ -178,7 +178,7 @@ def test_a_scraper_gets_metrics_advisories_and_state_of_a_live_run(tmp_path: Pat
         for step in (1, 2, 3):
             log.log(step, CUT | {'reward/a"b\n': step / 4, "lag/hist": Histogram({0: 1}), "loss": float("nan")})
         log.event("a fault", "fault")
-        found = scrape(listener)
+        page = scrape(listener)
         for line in (
             f'forge_rl_info{{folder="{tmp_path}",model="tiny",recipe="grpo"}} 1.0',
             "forge_rl_step 3.0",
@@ -191,9 +191,9 @@ def test_a_scraper_gets_metrics_advisories_and_state_of_a_live_run(tmp_path: Pat
             'forge_rl_metric{name="episodes/truncated"} 0.9',
             'forge_rl_metric{name="reward/a\\"b\\n"} 0.75',
         ):
-            assert line in found.splitlines(), found
-        assert "lag/hist" not in found
-        assert 'name="loss"' not in found
+            assert line in page.splitlines(), page
+        assert "lag/hist" not in page
+        assert 'name="loss"' not in page
         log.log(4, WELL)
         assert "forge_rl_advisory{" not in scrape(listener)
     with pytest.raises(ConnectionRefusedError):
@@ -212,8 +212,8 @@ def test_clients_that_say_nothing_do_not_keep_a_scraper_out_for_long(tmp_path: P
             except OSError:
                 assert time.monotonic() < until
                 time.sleep(0.5)
-        for each in silent:
-            each.close()
+        for connection in silent:
+            connection.close()
 
 
 def test_an_address_is_a_port_of_this_machine_unless_a_host_is_named() -> None:
@@ -225,5 +225,5 @@ def test_an_address_is_a_port_of_this_machine_unless_a_host_is_named() -> None:
     for text in ("", "host", "host:x", "1:70000", "1:-2", "1:²"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             address_of(text)
-    with listen("0") as taken, pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
-        listen(str(taken.getsockname()[1]))
+    with listen("0") as listener, pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port"):
+        listen(str(listener.getsockname()[1]))

@@ -62,8 +62,14 @@ def test_changes_from_another_process_hold_after_a_kill(
     assert run.chat("What is 2 + 3?", max_tokens=4)
     served = run.open_gateway()
     with OpenAI(base_url=served["url"], api_key=served["key"]) as client:
-        asked: Any = {"model": served["model"], "prompt": [29114, 29115], "echo": True, "logprobs": 1, "max_tokens": 1}
-        assert client.completions.create(**asked).usage.prompt_tokens == 2
+        parameters: Any = {
+            "model": served["model"],
+            "prompt": [29114, 29115],
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 1,
+        }
+        assert client.completions.create(**parameters).usage.prompt_tokens == 2
     batch = run.last_batch
     assert batch is not None
     assert batch.groups[0].task.source in run.mixture
@@ -85,9 +91,9 @@ def test_changes_from_another_process_hold_after_a_kill(
     assert run.evaluate() > 1, "of the new reward"
     wait_for_step(out, changed + 6)
     events = [event["text"] for event in run.events(100)]
-    for said in ("mixture leg_counting", f"-> {tmp_path}/mine.py:score (attached)", "schedule max_lag 1 -> 2"):
-        assert any(said in event and "(attached)" in event for event in events), events
-        first.wait_for(said.replace("(", r"\(").replace(")", r"\)").replace(".", r"\."))
+    for line in ("mixture leg_counting", f"-> {tmp_path}/mine.py:score (attached)", "schedule max_lag 1 -> 2"):
+        assert any(line in event and "(attached)" in event for event in events), events
+        first.wait_for(line.replace("(", r"\(").replace(")", r"\)").replace(".", r"\."))
     last = metrics(out)[-1]
     assert last["mixture/leg_counting"] == pytest.approx(0.25)
     assert last["reward/min"] >= 1
@@ -105,8 +111,8 @@ def test_changes_from_another_process_hold_after_a_kill(
     step = int(saved.name.removeprefix("step-"))
     second = tiny_run(commands, tiny_model, out, *flags)
     second.wait_for(f"step +{step + 4}/")
-    for said in ("schedule max_lag 1 -> 2, schedule max_episodes 16384 -> 512", r"reward \S+ -> .*mine\.py"):
-        second.wait_for(rf"{said}.*\(as it was changed live\)")
+    for line in ("schedule max_lag 1 -> 2, schedule max_episodes 16384 -> 512", r"reward \S+ -> .*mine\.py"):
+        second.wait_for(rf"{line}.*\(as it was changed live\)")
     after = [row for row in metrics(out) if row["step"] > step]
     assert {round(row["mixture/leg_counting"], 9) for row in after} == {0.25}
     assert min(row["reward/min"] for row in after) >= 1
@@ -128,8 +134,8 @@ def test_an_attached_client_pauses_resumes_and_stops_a_run(
 ):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     out = tmp_path / "run"
-    told, notify = tmp_path / "told", tmp_path / "notify.sh"
-    notify.write_text(f"#!/bin/sh\ncat >> {told}\n")
+    notices, notify = tmp_path / "told", tmp_path / "notify.sh"
+    notify.write_text(f"#!/bin/sh\ncat >> {notices}\n")
     notify.chmod(0o700)
     flags = ("--steps", "100000", "--evaluation.every", "0", "--checkpoint-every", "100000", "--prometheus", "0")
     flags += ("--alerts.command", str(notify))
@@ -169,7 +175,7 @@ def test_an_attached_client_pauses_resumes_and_stops_a_run(
     assert [path.name for path in (out / "checkpoints").glob("step-*")][-1:] or stopped == step
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("stopped", stopped)
-    assert '"event": "run_stopped"' in told.read_text()
+    assert '"event": "run_stopped"' in notices.read_text()
     assert first.strays() == []
 
     second = tiny_run(commands, tiny_model, out, *flags, recipe="tests.tiny_fake")

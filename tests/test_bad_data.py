@@ -252,12 +252,12 @@ def draw_many(tasks: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_bad_tasks_have_one_clear_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, said = FILES[name]
+    write, message = FILES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("forge_rl.data.sources.files.default_cache", lambda: tmp_path / "cache")
     with pytest.raises(TaskError) as caught:
         draw_many(write(tmp_path))
-    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
     assert all(len(line) < 400 for line in str(caught.value).splitlines())
     assert "\x1b" not in str(caught.value)
 
@@ -294,12 +294,12 @@ FLAGS: dict[str, tuple[dict[str, object], str]] = {
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_bad_flags_of_data_have_one_clear_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, said = FLAGS[name]
+    flags, message = FLAGS[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(GOOD)
     with pytest.raises((TaskError, ConfigError)) as caught:
-        DataConfig(**{"held_out_share": 1e-9, **given}).build(["a.jsonl"], seed=0).draw_from("a")  # type: ignore[arg-type]
-    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+        DataConfig(**{"held_out_share": 1e-9, **flags}).build(["a.jsonl"], seed=0).draw_from("a")  # type: ignore[arg-type]
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 
 # What only the scan before a run sees.
@@ -323,12 +323,12 @@ def test_a_scan_counts_what_is_left_out_and_what_comes_twice(tmp_path: Path, tok
     mixture = DataConfig(max_bad_rows=0.05).build([tasks], seed=0)
     scan = check_tasks(mixture, lambda: PromptLengths(tokenizer, 200), cache=tmp_path)["a"]
     assert (scan.rows, scan.bad, scan.duplicates, len(scan.too_long)) == (44, 1, 2, 2)
-    said = scan.describe(200)
+    description = scan.describe(200)
     assert re.fullmatch(
         r"44 rows; \d+ held out; 2 left out, as their prompts are longer than 200 tokens; 1 bad rows skipped, the "
         r"first: .*a.jsonl, line 44: the row is not JSON.*; 2 duplicates",
-        said,
-    ), said
+        description,
+    ), description
     drawn = {str(mixture.draw_from("a").messages[0]["content"]) for _ in range(100)}
     assert long not in drawn | {str(task.messages[0]["content"]) for task in mixture.held_out(50)}
     assert len(drawn) == 41 - scan.held_out
@@ -430,8 +430,8 @@ def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(
     assert scanned() == (first, 0)
     write(path, *(f"What is {n}?" for n in range(41)), "long " * 80)
     assert scanned()[1] == 1
-    (kept, *_) = (tmp_path / "cache" / "scans").iterdir()
-    kept.write_text("[]")
+    (scan_file, *_) = (tmp_path / "cache" / "scans").iterdir()
+    scan_file.write_text("[]")
     assert (tmp_path / "cache" / "scans").stat().st_mode & 0o077 == 0
 
 
@@ -455,11 +455,11 @@ NOTHING_LEFT: dict[str, tuple[list[str], dict[str, object], int, str]] = {
 
 @pytest.mark.parametrize("name", NOTHING_LEFT)
 def test_a_scan_that_leaves_nothing_is_an_error(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    questions, given, limit, said = NOTHING_LEFT[name]
-    mixture = DataConfig(**given).build([write(tmp_path / "a.jsonl", *questions)], seed=0)  # type: ignore[arg-type]
+    questions, flags, limit, message = NOTHING_LEFT[name]
+    mixture = DataConfig(**flags).build([write(tmp_path / "a.jsonl", *questions)], seed=0)  # type: ignore[arg-type]
     with pytest.raises(TaskError) as caught:
         check_tasks(mixture, lambda: PromptLengths(tokenizer, limit), cache=tmp_path)
-    assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
+    assert re.search(message, str(caught.value), re.DOTALL), str(caught.value)
 
 
 def test_messages_that_the_chat_template_refuses_are_named(
@@ -482,11 +482,11 @@ def test_a_wrong_column_lists_the_columns_and_five_of_the_bad_rows(
     mixture = DataConfig().build([f"{tmp_path}/a.jsonl:question=problem"], seed=0)
     with pytest.raises(TaskError) as caught:
         check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
-    said = str(caught.value)
-    assert said.count("column 'problem' is missing") == shown
-    assert f"a.jsonl, line {shown}: column" in said
-    assert f"{bad} rows from there on are bad" in said
-    assert "the row has: question, answer" in said
+    message = str(caught.value)
+    assert message.count("column 'problem' is missing") == shown
+    assert f"a.jsonl, line {shown}: column" in message
+    assert f"{bad} rows from there on are bad" in message
+    assert "the row has: question, answer" in message
 
 
 def test_a_bad_row_among_good_ones_is_named_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:

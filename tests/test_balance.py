@@ -42,11 +42,11 @@ def row_of(*lengths: int, padding: int = 0) -> Row:
 
 def test_a_tokens_work_is_the_keys_that_it_sees_in_all_layers(architecture: Architecture):
     (row,) = packed(random_batch(0, vocab=43, groups=3), seq_len=200, pad_multiple=100).rows
-    seen = dense_mask(row)
-    assert torch.equal(attention_work(row, architecture), 2 * seen.sum(1))
+    visibility = dense_mask(row)
+    assert torch.equal(attention_work(row, architecture), 2 * visibility.sum(1))
     near = row.positions[:, None] - row.positions < 5
     windowed = replace(architecture, window=5, window_layers=(1,))
-    assert torch.equal(attention_work(row, windowed), seen.sum(1) + (seen & near).sum(1))
+    assert torch.equal(attention_work(row, windowed), visibility.sum(1) + (visibility & near).sum(1))
 
 
 def test_ranks_have_equal_parts_of_a_row_and_the_work_that_is_told(architecture: Architecture):
@@ -57,9 +57,9 @@ def test_ranks_have_equal_parts_of_a_row_and_the_work_that_is_told(architecture:
             split = split_row(row, 4, balancer, architecture)
             assert split.tokens.shape == (4, length // 4)
             assert sorted(split.tokens.flatten().tolist()) == list(range(length))
-            assert split.heaviest == max(int(work[own].sum()) for own in split.tokens)
+            assert split.heaviest == max(int(work[tokens].sum()) for tokens in split.tokens)
             assert split.mean == float(work.sum()) / 4
-            assert split.plain == max(int(own.sum()) for own in work.chunk(4))
+            assert split.plain == max(int(part.sum()) for part in work.chunk(4))
 
 
 def test_parts_from_both_ends_even_out_one_long_episode_as_in_torch(architecture: Architecture):
@@ -74,10 +74,10 @@ def test_parts_from_both_ends_even_out_one_long_episode_as_in_torch(architecture
 
 def test_blocks_are_dealt_where_neither_other_way_is_even(architecture: Architecture):
     lengths = (512, 32, 32, 512)  # the work of two long episodes lies in the second and the last quarter
-    found = {each: split_row(row_of(*lengths), 4, each, architecture) for each in (*BALANCERS, "auto")}
-    ratios = {name: round(split.heaviest / split.mean, 2) for name, split in found.items()}
+    splits = {balancer: split_row(row_of(*lengths), 4, balancer, architecture) for balancer in (*BALANCERS, "auto")}
+    ratios = {name: round(split.heaviest / split.mean, 2) for name, split in splits.items()}
     assert ratios["ptrr"] < min(ratios["none"], ratios["headtail"])
-    assert torch.equal(found["auto"].tokens, found["ptrr"].tokens)
+    assert torch.equal(splits["auto"].tokens, splits["ptrr"].tokens)
 
 
 def test_a_row_that_is_even_stays_in_order(architecture: Architecture):

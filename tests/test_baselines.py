@@ -17,12 +17,12 @@ from tests.fakes import TASK
 
 
 def test_remax_subtracts_each_groups_greedy_reward():
-    found = remax_advantages(torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), torch.tensor([0.25, 1.0]))
-    torch.testing.assert_close(found, torch.tensor([[-0.25, 0.75, 0.25], [0.0, 0.0, 0.0]]))
+    advantages = remax_advantages(torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), torch.tensor([0.25, 1.0]))
+    torch.testing.assert_close(advantages, torch.tensor([[-0.25, 0.75, 0.25], [0.0, 0.0, 0.0]]))
     scored = torch.tensor([[True, False]])
     assert remax_advantages(torch.ones(2, 1), torch.tensor([math.nan, 0.5])).tolist() == [[0.0], [0.5]]
-    found = remax_advantages(torch.tensor([[1.0, math.nan]]), torch.tensor([0.5]), scored=scored)
-    torch.testing.assert_close(found, torch.tensor([[0.5, 0.0]]))
+    advantages = remax_advantages(torch.tensor([[1.0, math.nan]]), torch.tensor([0.5]), scored=scored)
+    torch.testing.assert_close(advantages, torch.tensor([[0.5, 0.0]]))
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_remax_refuses_what_does_not_fit(rewards: torch.Tensor, baselines: torch
 
 def games(*groups: tuple[str, list[tuple[str, float | None]]]) -> Batch:
     """Groups of (source, episodes), an episode being (role, reward)."""
-    made = []
+    played_groups = []
     for source, episodes in groups:
         task = replace(TASK, source=source)
         played = [
             Episode(task=task, turns=(), output=role, score=None if reward is None else Score(total=reward))
             for role, reward in episodes
         ]
-        made.append(Group(task=task, episodes=tuple(played)))
-    return Batch(groups=tuple(made), version=0)
+        played_groups.append(Group(task=task, episodes=tuple(played)))
+    return Batch(groups=tuple(played_groups), version=0)
 
 
 def role(episode: Episode) -> str:
@@ -68,13 +68,13 @@ def test_baselines_follow_the_papers_algorithm_for_each_game_and_role():
     for _ in range(3):
         expected = []
         for group in BATCH.groups:
-            for each in group.episodes:
-                key = each.task.source, each.text
-                means[key] = 0.9 * means.get(key, 0.0) + (1 - 0.9) * each.reward
-                expected.append(each.reward - means[key])
-        found = baselines.advantages(BATCH)
-        np.testing.assert_allclose(found.flatten().numpy(), expected, rtol=1e-6)
-        assert found.shape == (2, 3)
+            for episode in group.episodes:
+                key = episode.task.source, episode.text
+                means[key] = 0.9 * means.get(key, 0.0) + (1 - 0.9) * episode.reward
+                expected.append(episode.reward - means[key])
+        advantages = baselines.advantages(BATCH)
+        np.testing.assert_allclose(advantages.flatten().numpy(), expected, rtol=1e-6)
+        assert advantages.shape == (2, 3)
     for key, mean in means.items():
         assert baselines[key] == pytest.approx(mean)
     assert baselines["go", "first"] == 0.0
@@ -82,10 +82,10 @@ def test_baselines_follow_the_papers_algorithm_for_each_game_and_role():
 
 def test_hand_worked_baselines_without_roles():
     # b: 0.5, then 0.5 * 0.5 + 0.5 * -1 = -0.25
-    found = RoleBaselines(decay=0.5).advantages(games(("poker", [("first", 1.0), ("second", -1.0)])))
-    torch.testing.assert_close(found, torch.tensor([[0.5, -0.75]]))
-    found = RoleBaselines(decay=0.5, initial=1.0).advantages(games(("poker", [("first", 1.0)])))
-    torch.testing.assert_close(found, torch.zeros(1, 1))
+    advantages = RoleBaselines(decay=0.5).advantages(games(("poker", [("first", 1.0), ("second", -1.0)])))
+    torch.testing.assert_close(advantages, torch.tensor([[0.5, -0.75]]))
+    advantages = RoleBaselines(decay=0.5, initial=1.0).advantages(games(("poker", [("first", 1.0)])))
+    torch.testing.assert_close(advantages, torch.zeros(1, 1))
 
 
 def test_a_saved_state_goes_on_where_it_was():
@@ -101,8 +101,8 @@ def test_a_saved_state_goes_on_where_it_was():
 
 def test_episodes_without_a_score_change_no_baseline():
     baselines = RoleBaselines(decay=0.5)
-    found = baselines.advantages(games(("poker", [("first", None), ("first", 1.0), ("first", None)])))
-    torch.testing.assert_close(found, torch.tensor([[0.0, 0.5, 0.0]]))
+    advantages = baselines.advantages(games(("poker", [("first", None), ("first", 1.0), ("first", None)])))
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.5, 0.0]]))
     assert baselines["poker", ""] == 0.5
 
 

@@ -30,7 +30,7 @@ def assert_no_part_runs() -> None:
     around = os.environ.get(runner._MARK)  # check-cuda runs these tests as a part
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            variables = dict(each.partition(b"=")[::2] for each in path.read_bytes().split(b"\0"))
+            variables = dict(variable.partition(b"=")[::2] for variable in path.read_bytes().split(b"\0"))
             left = variables.get(runner._MARK.encode())
             assert left is None or left.decode() == around, "what left a part's session ends with it"
 
@@ -44,16 +44,16 @@ def test_a_part_that_fails_or_hangs_costs_only_itself(tmp_path: Path, monkeypatc
         part("lacking", WRITES, needs=("gpu", "torch")),
         part("last", WRITES),
     ]
-    told: list[Outcome] = []
-    found = run_parts(parts, frozenset({"torch"}), tmp_path, told.append)
-    assert found == told
-    assert [each.status for each in found] == ["ok", "failed", "timed out", "skipped", "ok"]
-    assert [each.figures for each in found] == [{"gb_s": 12.5}, {"gb_s": 12.5}, {}, {}, {"gb_s": 12.5}]
-    assert found[1].said.splitlines() == ["and then", "no room"]
-    assert found[2].said == "it hangs"
-    assert found[3].said == "needs gpu"
+    outcomes_told: list[Outcome] = []
+    outcomes = run_parts(parts, frozenset({"torch"}), tmp_path, outcomes_told.append)
+    assert outcomes == outcomes_told
+    assert [outcome.status for outcome in outcomes] == ["ok", "failed", "timed out", "skipped", "ok"]
+    assert [outcome.figures for outcome in outcomes] == [{"gb_s": 12.5}, {"gb_s": 12.5}, {}, {}, {"gb_s": 12.5}]
+    assert outcomes[1].said.splitlines() == ["and then", "no room"]
+    assert outcomes[2].said == "it hangs"
+    assert outcomes[3].said == "needs gpu"
     assert_no_part_runs()
-    lines = table(found).splitlines()
+    lines = table(outcomes).splitlines()
     assert "    gb_s 12.5" in lines
     assert any(line.startswith("hung") and "timed out" in line for line in lines)
 
@@ -90,7 +90,7 @@ def test_the_file_has_what_was_measured_when_the_next_part_begins(
     assert command.main(["--json", str(path)]) == 1
     content = json.loads(path.read_text())
     assert {"date", "commit", "gpus", "versions", "cores", "kernel"} <= content.keys()
-    assert [each["figures"] for each in content["parts"]] == [{"gb_s": 12.5}, {"passed": 1}, {}]
+    assert [part["figures"] for part in content["parts"]] == [{"gb_s": 12.5}, {"passed": 1}, {}]
     assert "bad                failed" in capsys.readouterr().out
     assert command.main(["--json", str(path), "--only", "first"]) == 0
     with pytest.raises(SystemExit):
@@ -120,8 +120,8 @@ def test_what_a_machine_has_is_found_out(
 
 
 def test_without_a_gpu_all_parts_are_skipped(tmp_path: Path) -> None:
-    found = run_parts(PARTS, frozenset({"torch", "vllm", "monarch", "pytest"}), tmp_path, lambda _: None)
-    assert {outcome.status for outcome in found} == {"skipped"}
+    outcomes = run_parts(PARTS, frozenset({"torch", "vllm", "monarch", "pytest"}), tmp_path, lambda _: None)
+    assert {outcome.status for outcome in outcomes} == {"skipped"}
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 

@@ -37,12 +37,12 @@ def test_finished_runs_are_kept_and_those_of_other_settings_are_refused(tmp_path
     first = Finished(Config(runs=path))
     first.add(curve("gspo", 1, 0.75), start_s=20.0)
     first.add(curve("rloo", 0, 0.5), start_s=0.0)
-    again = Finished(Config(runs=path, seeds=(1,)))
-    assert {key: asdict(each) for key, each in again.curves.items()} == {
+    second_results = Finished(Config(runs=path, seeds=(1,)))
+    assert {key: asdict(curve) for key, curve in second_results.curves.items()} == {
         ("gspo", 1): asdict(curve("gspo", 1, 0.75)),
         ("rloo", 0): asdict(curve("rloo", 0, 0.5)),
     }
-    assert again.seconds == 80.0
+    assert second_results.seconds == 80.0
     with pytest.raises(BenchmarkError, match="'lr': "):
         Finished(Config(runs=path, lr=1.0))
     path.write_text(path.read_text() + '{"method": "gs')

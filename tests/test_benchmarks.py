@@ -99,15 +99,15 @@ def task_of(folder: Path, name: str, row: dict[str, Any]) -> Task:
 
 def score_of(name: str, task: Task, answer: str, calls: tuple[ToolCall, ...] = ()) -> float:
     """The score by the benchmark's reward, through the reward of several sources."""
-    own = build_reward((BENCHMARKS[name].reward,))
-    assert not isinstance(own, WeightedSum)
-    reward = RewardBySource({name: own}, build_reward(("auto",)))  # type: ignore[arg-type]
+    benchmark_reward = build_reward((BENCHMARKS[name].reward,))
+    assert not isinstance(benchmark_reward, WeightedSum)
+    reward = RewardBySource({name: benchmark_reward}, build_reward(("auto",)))  # type: ignore[arg-type]
     episode = Episode(task=task, turns=(Turn.unchecked(text=answer, calls=calls),))
 
     async def scored() -> Score:
-        found = await reward(task, episode)
-        assert isinstance(found, Score)
-        return found
+        score = await reward(task, episode)
+        assert isinstance(score, Score)
+        return score
 
     return asyncio.run(scored()).total
 
@@ -178,7 +178,7 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
         "height": {"type": "integer"},
         "unit": {},
     }
-    for given, expected in (
+    for model_calls, expected in (
         ([call("geometry_area", base=10, height=5)], 1.0),
         ([call("geometry_area", base=10.0, height=5, unit="CM.")], 1.0),
         ([call("geometry_area", base=10, height=5, unit="inches")], 0.0),
@@ -191,7 +191,7 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
         ([ToolCall(id="1", name="geometry_area", arguments="{" * 9999)], 0.0),
         ([], 0.0),
     ):
-        assert score_of("bfcl", task, "", tuple(given)) == expected, given
+        assert score_of("bfcl", task, "", tuple(model_calls)) == expected, model_calls
     parallel = Task(
         id="p",
         source="bfcl",

@@ -54,8 +54,8 @@ def compare(ours: Callable[..., Any], exact: Callable[..., Any], *values: torch.
     grads = [torch.randn_like(result) for result in results]
     torch.autograd.backward(results, grads)
     torch.autograd.backward(expected, [grad.double() for grad in grads])
-    for result, wanted in zip([*results, *gradients(inputs)], [*expected, *gradients(wide)], strict=True):
-        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)
+    for result, expected_value in zip([*results, *gradients(inputs)], [*expected, *gradients(wide)], strict=True):
+        torch.testing.assert_close(result.double(), expected_value, rtol=1e-5, atol=1e-5)
 
 
 def gradients(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

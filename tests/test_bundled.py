@@ -129,9 +129,9 @@ def test_a_damaged_folder_is_named_and_built_anew(
     folder = bundled_model(tmp_path)
     damage(folder)
     assert differences(folder) == [named]
-    seen: list[str] = []
-    bundled_model(tmp_path, lambda what, fraction: seen.append(what))
-    assert seen[0] == f"the bundled model in {folder} has changed ({named}): rebuilding it"
+    steps: list[str] = []
+    bundled_model(tmp_path, lambda what, fraction: steps.append(what))
+    assert steps[0] == f"the bundled model in {folder} has changed ({named}): rebuilding it"
     assert not differences(folder)
     assert len(fake) == 2
 
@@ -213,10 +213,10 @@ def test_a_cache_that_cannot_be_a_folder_is_named(tmp_path: Path, fake: list[int
 
 
 def test_progress_rises_to_one(tmp_path: Path, fake: list[int]) -> None:
-    seen: list[float] = []
-    bundled_model(tmp_path, lambda what, fraction: seen.append(fraction))
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
+    fractions: list[float] = []
+    bundled_model(tmp_path, lambda what, fraction: fractions.append(fraction))
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
 
 
 def test_the_bundled_name_resolves_to_its_folder(tmp_path: Path, fake: list[int]) -> None:
@@ -260,14 +260,14 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "young").mkdir()
     for file in ("config.json", "metrics.jsonl"):
         (tmp_path / "young" / file).write_text("{}")
-    for name, said in (
+    for name, message in (
         (str(tmp_path / "run"), "is a run without a checkpoint"),
         (str(tmp_path / "young"), "is a run without a checkpoint"),
         (str(tmp_path / "nothing"), "no such folder"),
         ("smollm3", "no model named"),
     ):
         for resolve in (find_model, resolve_model):
-            with pytest.raises(ModelError, match=said) as caught:
+            with pytest.raises(ModelError, match=message) as caught:
                 resolve(name, tmp_path)
             assert caught.value.hint
 

@@ -161,8 +161,8 @@ def test_text_that_patterns_would_take_hours_for_is_read_at_once(piece: str):
     text = f"```{piece * 30_000}"
     # Where it took quadratic time, this test would not end in an hour.
     last_fenced(text * 20)
-    for how in ("tagged", "boxed", "auto"):
-        extract(how, text * 20)
+    for answer_format in ("tagged", "boxed", "auto"):
+        extract(answer_format, text * 20)
 
 
 async def test_a_schema_never_reaches_for_the_network(tmp_path: Path):

@@ -31,10 +31,10 @@ def test_a_check_that_fails_ends_no_other_and_all_are_in_the_table(
     monkeypatch.setattr(command, "PARTS", parts)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert command.main([]) == 1
-    said = capsys.readouterr().out
-    assert "second: failed after" in said
-    assert "no such name" in said
-    table = said[said.index("part  ") :].splitlines()
+    output = capsys.readouterr().out
+    assert "second: failed after" in output
+    assert "no such name" in output
+    table = output[output.index("part  ") :].splitlines()
     assert [line.split()[:2] for line in table if line.split()[0] in ("first", "second", "third")] == [
         ["first", "ok"],
         ["second", "failed"],

@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     for step in (9, 10):
         write(checkpoints, step)
     (tmp_path / "checkpoints" / "step-000009" / "notes.txt").write_text("mine")
-    told: list[str] = []
+    warnings: list[str] = []
     for _ in range(2):  # a second one of that step is kept beside the first
         write(checkpoints, 11)
         latest = checkpoints.latest()
@@ -224,21 +224,21 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
         (latest.model / "weights").write_text("11")
         assert latest.damage() == ""
         harm(latest.folder / name)
-        found = checkpoints.set_damaged_aside(told.append)
-        assert found is not None
-        assert found.step == 10
-    assert len(told) == 2
-    for number, line in enumerate(told):
+        sound_checkpoint = checkpoints.set_damaged_aside(warnings.append)
+        assert sound_checkpoint is not None
+        assert sound_checkpoint.step == 10
+    assert len(warnings) == 2
+    for number, line in enumerate(warnings):
         assert line.startswith(f"{latest.folder} is damaged, so another checkpoint is used: ")
         assert re.search(said, line)
         assert line.endswith(f"it is kept as step-000011.damaged-{number}")
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]
     assert checkpoints.all()[0].damage() == "", "files of others are no damage"
-    told.clear()
+    warnings.clear()
     for checkpoint in checkpoints.all():
         truncate(checkpoint.model / "weights")
-    assert checkpoints.set_damaged_aside(told.append) is None
-    assert len(told) == 2
+    assert checkpoints.set_damaged_aside(warnings.append) is None
+    assert len(warnings) == 2
 
 
 def failing(

@@ -54,12 +54,12 @@ def write(checkpoints: Checkpoints, step: int) -> None:
 def restored(mirror: CheckpointMirror, folder: Path) -> tuple[list[int], list[str]]:
     """Restore into a folder; returns the steps there afterwards, and what was told."""
     folder.mkdir(exist_ok=True)
-    told: list[str] = []
-    mirror.restore(folder, check_settings=lambda _: [], tell=told.append, progress=lambda *_: None)
+    lines: list[str] = []
+    mirror.restore(folder, check_settings=lambda _: [], tell=lines.append, progress=lambda *_: None)
     assert not (folder / ".restored").exists()
-    found = Checkpoints(folder / "checkpoints", keep=2).all()
-    assert [each.damage() for each in found] == [""] * len(found)
-    return [each.step for each in found], told
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2).all()
+    assert [checkpoint.damage() for checkpoint in checkpoints] == [""] * len(checkpoints)
+    return [checkpoint.step for checkpoint in checkpoints], lines
 
 
 def test_a_lost_run_goes_on_from_the_newest_and_has_the_best(address: str, tmp_path: Path) -> None:
@@ -98,15 +98,15 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     indirect=["address"],
 )
 def test_a_copy_that_is_torn_or_hostile_is_not_used(how: str, address: str, tmp_path: Path) -> None:
-    spoil, said = SPOILT[how]
+    spoil, message = SPOILT[how]
     mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1, 2)
     mirror.copy(checkpoints)
-    with edited(address, tmp_path / "edited") as there:
-        spoil(there / "step-000002")
-    steps, told = restored(mirror, tmp_path / "fresh")
+    with edited(address, tmp_path / "edited") as copy:
+        spoil(copy / "step-000002")
+    steps, lines = restored(mirror, tmp_path / "fresh")
     assert steps == [1]
-    assert "\x1b" not in "".join(told)
-    assert re.search(said, told[0])
+    assert "\x1b" not in "".join(lines)
+    assert re.search(message, lines[0])
     assert not (tmp_path / "stolen").exists()
 
 

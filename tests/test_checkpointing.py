@@ -35,11 +35,11 @@ async def test_a_checkpoint_is_of_the_step_that_ended_and_resumes_there(tmp_path
         "live": UNCHANGED,
     }
 
-    again = Parts()
-    again.version, again.updates = 2, 4  # it loaded the training state
-    second = checkpointer_of(again, tmp_path)
+    resumed_parts = Parts()
+    resumed_parts.version, resumed_parts.updates = 2, 4  # it loaded the training state
+    second = checkpointer_of(resumed_parts, tmp_path)
     await second.resume(saved)
-    assert (again.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
+    assert (resumed_parts.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
 
 
 def test_an_object_whose_state_is_not_json_is_refused(tmp_path: Path) -> None:
@@ -61,32 +61,32 @@ async def test_the_best_checkpoint_has_the_highest_score_even_a_late_one(
     checkpoints = checkpointer.checkpoints
 
     def best() -> int | None:
-        found = checkpoints.best()
-        return found.step if found else None
+        checkpoint = checkpoints.best()
+        return checkpoint.step if checkpoint else None
 
-    found: list[object] = []
+    best_steps: list[object] = []
     note_score(checkpointer, 0, 0.9)  # of no checkpoint
     for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, None)):
         parts.step(checkpointer)
         if score is not None:
             checkpointer._evaluator.start(step, step)
         await save(checkpointer)
-        found.append(best())
+        best_steps.append(best())
         if score is not None and step != 4:
             note_score(checkpointer, step, score)
-    assert found == [None, 1, 2, 2, 2]
+    assert best_steps == [None, 1, 2, 2, 2]
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5], "4 may be the best yet"
     note_score(checkpointer, 4, 0.7)
     assert best() == 2, "of equal ones the first"
     note_score(checkpointer, 4, 0.8)
     assert best() == 4
 
-    again = checkpointer_of(Parts(), tmp_path)
-    again._services.trainer.updates = 10
+    resumed_checkpointer = checkpointer_of(Parts(), tmp_path)
+    resumed_checkpointer._services.trainer.updates = 10
     saved = checkpoints.latest()
     assert saved is not None
-    await again.resume(saved)
-    assert again._evaluator.step == 4, "its score was not known when step 5 was saved"
+    await resumed_checkpointer.resume(saved)
+    assert resumed_checkpointer._evaluator.step == 4, "its score was not known when step 5 was saved"
     assert best() == 2
 
     note_score(checkpointer_of(Parts(), tmp_path, keeps_best=False), 5, 9.0)
@@ -172,9 +172,14 @@ async def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None
     await second
     saved = await checkpointer.finish_save()
     assert saved is not None
-    found = [(each.step, each.controller_state()["updates"]) for each in checkpointer.checkpoints.all()]
-    assert found == [(1, 2), (2, 4)], "each is of the step that it was begun in"
-    assert [(each.training / "updates").read_text() for each in checkpointer.checkpoints.all()] == ["2", "4"]
+    saved_updates = [
+        (checkpoint.step, checkpoint.controller_state()["updates"]) for checkpoint in checkpointer.checkpoints.all()
+    ]
+    assert saved_updates == [(1, 2), (2, 4)], "each is of the step that it was begun in"
+    assert [(checkpoint.training / "updates").read_text() for checkpoint in checkpointer.checkpoints.all()] == [
+        "2",
+        "4",
+    ]
     assert (saved.step, checkpointer.saved) == (2, 2)
 
 
@@ -204,9 +209,9 @@ async def test_checkpoints_that_cannot_be_written_leave_earlier_ones(tmp_path: P
     await step(full)
     await step(full)
     assert len(told()) == 4
-    assert [each.step for each in checkpointer.checkpoints.all()] == [1, 3]
+    assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [1, 3]
     await step(None)
-    assert [each.step for each in checkpointer.checkpoints.all()] == [3, 7]
+    assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [3, 7]
 
 
 class Stopped:

@@ -20,6 +20,6 @@ def test_what_native_code_prints_after_python_has_ended_is_not_in_the_log(tmp_pa
         ended = subprocess.run(
             [sys.executable, "-c", CHILD.format(started=started)], capture_output=True, text=True, check=True
         )
-        said = ended.stderr if noisy else log.read_text()
-        assert "the last error" in said
-        assert ("Arena" in said) is noisy
+        output = ended.stderr if noisy else log.read_text()
+        assert "the last error" in output
+        assert ("Arena" in output) is noisy

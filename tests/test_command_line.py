@@ -88,16 +88,16 @@ def test_a_file_sets_any_part_and_the_command_line_wins(file: Path) -> None:
     assert parsed("--config", str(file)) == Config(
         steps=3, tasks=("b", "c"), out=Path("here"), engine=Engine(slots=5, length=9)
     )
-    found = parsed("--steps", "4", f"--config={file}", "--tasks", "d", "--engine.length", "7")
-    assert found == Config(steps=4, tasks=("d",), out=Path("here"), engine=Engine(slots=5, length=7))
+    config = parsed("--steps", "4", f"--config={file}", "--tasks", "d", "--engine.length", "7")
+    assert config == Config(steps=4, tasks=("d",), out=Path("here"), engine=Engine(slots=5, length=7))
 
 
 def test_values_are_checked_once_file_and_command_line_are_joined(file: Path) -> None:
     file.write_text("[engine]\nslots = 20\n")
     with pytest.raises(ConfigError, match=r"--engine\.slots is 20"):
         parsed("--config", str(file))
-    found = parsed("--config", str(file), "--engine.slots", "8")
-    assert found.engine.workers == 2, "derived from the value that counts, not from the file's"
+    config = parsed("--config", str(file), "--engine.slots", "8")
+    assert config.engine.workers == 2, "derived from the value that counts, not from the file's"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_help_is_short_a_group_is_whole_and_every_flag_is_explained(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind: Any = importlib.import_module(program).Config
-    short, everything = (helped(kind, asked, capsys=capsys) for asked in ("--help", "--help-all"))
+    short, everything = (helped(kind, flag, capsys=capsys) for flag in ("--help", "--help-all"))
     flags = re.findall(r"^  (?:--)?([\w.-]+)", short, re.MULTILINE)
     assert len(flags) <= 30
     assert len(short.splitlines()) < 120
@@ -210,10 +210,10 @@ def test_help_is_short_a_group_is_whole_and_every_flag_is_explained(
     assert set(flags) < set(listed) or program in (*LOOKING, "apps.doctor")
     assert all(len(flag.text.split()) > 1 for flag in flags_of(kind))
     if hasattr(kind, "generator"):
-        shown = helped(kind, "--help", "generator", capsys=capsys)
-        assert helped(kind, "--help=generator", capsys=capsys) == shown
+        help_text = helped(kind, "--help", "generator", capsys=capsys)
+        assert helped(kind, "--help=generator", capsys=capsys) == help_text
         assert {name for name in listed if name.startswith("generator.")} == set(
-            re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
+            re.findall(r"^  --([\w.-]+)", help_text, re.MULTILINE)
         )
 
 
@@ -261,18 +261,18 @@ def named_flags(path: Path) -> set[str]:
             texts.append(node.value)
         elif (isinstance(node, ast.Raise) and node.exc) or path.name == "advisories.py":
             texts.append(node)
-    constants = [each for text in texts for each in ast.walk(text) if isinstance(each, ast.Constant)]
-    found = (name for each in constants for name in re.findall(r"(?<![\w-])--[a-z][\w.-]*", str(each.value)))
-    return {name.rstrip(".,") for name in found}
+    constants = [constant for text in texts for constant in ast.walk(text) if isinstance(constant, ast.Constant)]
+    names = (name for constant in constants for name in re.findall(r"(?<![\w-])--[a-z][\w.-]*", str(constant.value)))
+    return {name.rstrip(".,") for name in names}
 
 
 def test_every_flag_that_a_hint_or_an_advisory_names_exists() -> None:
-    known = {"--config", "--dump-config", "--help", "--help-all", *FOREIGN}
-    known |= {flag.name for name in PROGRAMS for flag in flags_of(importlib.import_module(name).Config)}
+    known_flags = {"--config", "--dump-config", "--help", "--help-all", *FOREIGN}
+    known_flags |= {flag.name for name in PROGRAMS for flag in flags_of(importlib.import_module(name).Config)}
     paths = [*(ROOT / "forge_rl").rglob("*.py"), *FILES]
     named = {name: path.name for path in paths for name in named_flags(path)}
     assert len(named) > 100, "the texts are found"
     begun = [name for name in named if name.endswith("-")]  # a text that continues, "--gateway.session-{...}"
-    assert all(any(flag.startswith(name) for flag in known) for name in begun), begun
-    wrong = {name: path for name, path in named.items() if name not in known and name not in begun}
+    assert all(any(flag.startswith(name) for flag in known_flags) for name in begun), begun
+    wrong = {name: path for name, path in named.items() if name not in known_flags and name not in begun}
     assert wrong == {}

@@ -65,32 +65,32 @@ def test_a_resumed_completions_experts_are_those_of_the_last_engine(tokenizer: T
 
 
 def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer) -> None:
-    seen: list[str] = []
-    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer, observe=lambda part: seen.append(part.finish))
-    shown = []
+    reasons: list[str] = []
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer, observe=lambda part: reasons.append(part.finish))
+    prompts = []
     for token in (4, 5):
-        shown.append(tuple(completion.shown.tolist()))
+        prompts.append(tuple(completion.shown.tolist()))
         completion.add(chunk((token,)))
         completion.fail_over(DIED)
-    shown.append(tuple(completion.shown.tolist()))
+    prompts.append(tuple(completion.shown.tolist()))
     completion.add(chunk((6,)))
     assert not completion.finish
     completion.add(chunk((7,), finish="length"))
     assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
-    assert shown == [(1, 2), (1, 2, 4), (1, 2, 4, 5)]
-    assert seen == ["", "", "", "length"]
+    assert prompts == [(1, 2), (1, 2, 4), (1, 2, 4, 5)]
+    assert reasons == ["", "", "", "length"]
 
 
 def test_whoever_is_given_the_chunks_may_end_the_completion(tokenizer: Tokenizer) -> None:
-    seen: list[Chunk] = []
+    chunks: list[Chunk] = []
 
     def observe(part: Chunk) -> bool:
-        seen.append(part)
-        return len(seen) == 2
+        chunks.append(part)
+        return len(chunks) == 2
 
     completion = ResumableCompletion((1, 2), SAMPLING, tokenizer, observe=observe)
-    told = [completion.add(part) for part in (chunk((5,), "a"), chunk((6, 7), "b"))]
-    assert told == [False, True], "whether the engine must stop"
+    is_ended = [completion.add(part) for part in (chunk((5,), "a"), chunk((6, 7), "b"))]
+    assert is_ended == [False, True], "whether the engine must stop"
     turn = completion.turn()
     assert (turn.text, turn.truncated, completion.finish) == ("ab", False, "stop")
 
@@ -184,17 +184,17 @@ def test_a_good_chunk_is_valid() -> None:
     assert of(replace(GOOD, logprobs=(1e-7,))) == "", "rounding"
     greedy = replace(SAMPLING, temperature=0)
     assert of(replace(GOOD, logprobs=(float("nan"),)), greedy) == ""
-    wanted = replace(SAMPLING, top_logprobs=1)
-    assert of(replace(GOOD, top=(((3, -0.1),),)), wanted) == ""
-    assert "alternatives for 0" in of(GOOD, wanted)
+    sampling = replace(SAMPLING, top_logprobs=1)
+    assert of(replace(GOOD, top=(((3, -0.1),),)), sampling) == ""
+    assert "alternatives for 0" in of(GOOD, sampling)
     assert of(GOOD, drawn=8) == "9 tokens came, and 8 were requested"
     assert of(replace(GOOD, versions=(3,))) == "a token is of version 3, where the engine serves 1 or 2"
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_is_named(kind: str) -> None:
-    fields, said = GARBAGE[kind]
+    fields, message = GARBAGE[kind]
     if isinstance(fields, Unpickable):
         return
     garbage = fields if kind == "no chunk" else replace(GOOD, **fields)
-    assert re.search(said, validate_chunk(garbage, SAMPLING, num_drawn=0, vocab_size=49152, versions=[1]))
+    assert re.search(message, validate_chunk(garbage, SAMPLING, num_drawn=0, vocab_size=49152, versions=[1]))

@@ -18,8 +18,8 @@ from tests.fakes import make_model
 def architecture(tmp_path_factory: pytest.TempPathFactory) -> Architecture:
     folder: Path = tmp_path_factory.mktemp("model")
     make_model(folder)
-    made = read_architecture(folder)
-    return replace(made, layers=4, kv_heads=2, head_dim=16, max_positions=4096)
+    architecture = read_architecture(folder)
+    return replace(architecture, layers=4, kv_heads=2, head_dim=16, max_positions=4096)
 
 
 def test_a_context_beyond_the_positions_is_refused(architecture: Architecture) -> None:
@@ -60,15 +60,15 @@ def test_on_a_gpu_the_weights_come_first(architecture: Architecture, monkeypatch
 
 def test_each_device_of_an_engine_holds_its_share(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = DecodeSettings(dtype="float32", max_model_len=4096, tensor_parallel_size=2)
-    whole = 4 * 4096 * 2 * 2 * 16 * 4
-    assert sequence_bytes(architecture, settings) == whole // 2
-    assert sequence_bytes(architecture, replace(settings, tensor_parallel_size=4)) == whole // 2, (
+    total_bytes = 4 * 4096 * 2 * 2 * 16 * 4
+    assert sequence_bytes(architecture, settings) == total_bytes // 2
+    assert sequence_bytes(architecture, replace(settings, tensor_parallel_size=4)) == total_bytes // 2, (
         "no device has less than one head"
     )
     monkeypatch.setattr(context, "device_type", lambda: "cpu")
-    check_context(architecture, replace(settings, kv_cache_gib=whole / 2**30))
+    check_context(architecture, replace(settings, kv_cache_gib=total_bytes / 2**30))
     with pytest.raises(ConfigError, match="keys and values"):
-        check_context(architecture, replace(settings, kv_cache_gib=whole / 2**30 - 1e-6))
+        check_context(architecture, replace(settings, kv_cache_gib=total_bytes / 2**30 - 1e-6))
     monkeypatch.setattr(context, "device_type", lambda: "cuda")
-    monkeypatch.setattr(context, "gpu_bytes", lambda: architecture.weights * 4 // 2 + whole // 2)
+    monkeypatch.setattr(context, "gpu_bytes", lambda: architecture.weights * 4 // 2 + total_bytes // 2)
     check_context(architecture, replace(settings, gpu_memory_utilization=1.0))

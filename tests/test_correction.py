@@ -29,32 +29,32 @@ def example() -> dict[str, np.ndarray]:
         "proximal": proximal,
         "behaviour": proximal + np.array([0.2, 0.3, 0, -0.1, 0.1, 1.5, 0.01, -0.02, 0.02, 0.01]),
     }
-    return {name: np.where(MASK, each, np.nan) for name, each in values.items()}
+    return {name: np.where(MASK, column, np.nan) for name, column in values.items()}
 
 
 def factors(correction: Correction) -> tuple[np.ndarray, dict[str, Any]]:
     """The factor of each token's surrogate, as the gradient of REINFORCE with advantages of -1, and the sums."""
-    given = {name: torch.from_numpy(each) for name, each in example().items()}
-    logprobs = given.pop("logprobs").requires_grad_()
+    columns = {name: torch.from_numpy(column) for name, column in example().items()}
+    logprobs = columns.pop("logprobs").requires_grad_()
     total, sums = evaluate(
         Reinforce(correction=correction),  # type: ignore[arg-type]
         logprobs,
-        given.pop("behaviour"),
+        columns.pop("behaviour"),
         torch.full((10,), -1.0, dtype=torch.float64),
         torch.from_numpy(MASK),
         episodes=torch.from_numpy(EPISODES).int(),
-        **given,
+        **columns,
     )
     return gradient(total, logprobs).numpy(), sums
 
 
 def by_sequence(values: np.ndarray, reduce: Any) -> np.ndarray:
     """Reduce the trained tokens of each episode; [10], NaN where masked."""
-    found = np.full(10, np.nan)
+    sequence_values = np.full(10, np.nan)
     for episode in set(EPISODES):
-        own = (episode == EPISODES) & MASK
-        found[own] = reduce(values[own])
-    return found
+        in_episode = (episode == EPISODES) & MASK
+        sequence_values[in_episode] = reduce(values[in_episode])
+    return sequence_values
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -71,12 +71,12 @@ def test_weights_by_level_and_mode(level: Any, mode: Any):
     outside = MASK & ~((weight >= low) & (weight <= high))
     expected = np.clip(weight, low, high) if mode == "truncate" else np.where(outside, 0, weight)
     expected = np.where(MASK, expected, 0)
-    found, sums = factors(Correction(proximal="recompute", level=level, mode=mode, low=low, high=high))
+    weights, sums = factors(Correction(proximal="recompute", level=level, mode=mode, low=low, high=high))
     assert 0 < outside.sum() < MASK.sum()
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(weights, expected, rtol=1e-12)
     assert sums["correction/out_of_bounds"].item() == outside.sum()
     assert sums["correction/weight"].item() == pytest.approx(expected.sum())
-    total, squares, count = (each.item() for each in sums["correction/ess"])
+    total, squares, count = (part.item() for part in sums["correction/ess"])
     assert (total, squares, count) == (pytest.approx(expected.sum()), pytest.approx((expected**2).sum()), MASK.sum())
 
 
@@ -98,20 +98,20 @@ def test_rejection_by_level_and_estimate(level: str, kind: str, proximal: Any):
         (math.log(0.95) <= estimate) & (estimate <= math.log(1.2)) if kind == "k1" else estimate <= 0.03
     )
     bound = "0.95_1.2" if kind == "k1" else "0.03"
-    found, sums = factors(Correction(proximal=proximal, reject=f"{level}_{kind}:{bound}"))
+    accepted_tokens, sums = factors(Correction(proximal=proximal, reject=f"{level}_{kind}:{bound}"))
     assert 0 < rejected.sum() < MASK.sum()
-    np.testing.assert_array_equal(found, MASK & ~rejected)
+    np.testing.assert_array_equal(accepted_tokens, MASK & ~rejected)
     assert sums["correction/rejected"].item() == rejected.sum()
 
 
 def test_criteria_are_chained_and_stand_beside_weights():
     parts = [factors(Correction(proximal="recompute", reject=text))[0] for text in ("token_k3:0.02", "seq_sum_k2:0.02")]
     weights, _ = factors(Correction(proximal="recompute", mode="truncate", high=1.05))
-    both, _ = factors(
+    combined_weights, _ = factors(
         Correction(proximal="recompute", mode="truncate", high=1.05, reject="token_k3:0.02+seq_sum_k2:0.02")
     )
     assert (parts[0] != parts[1]).any()
-    np.testing.assert_allclose(both, weights * parts[0] * parts[1])
+    np.testing.assert_allclose(combined_weights, weights * parts[0] * parts[1])
 
 
 def test_one_bound_of_k1_is_for_both_sides():
@@ -133,13 +133,13 @@ def test_the_loss_clips_against_the_proximal_policy():
 
 
 def test_what_is_rejected_counts_in_the_mean_and_keeps_its_penalty():
-    given = {name: torch.from_numpy(each) for name, each in example().items()}
-    logprobs = given.pop("logprobs").requires_grad_()
-    rest = given.pop("behaviour"), torch.ones(10, dtype=torch.float64), torch.from_numpy(MASK), given["proximal"]
-    ids = {"episodes": torch.from_numpy(EPISODES).int(), **given}
+    columns = {name: torch.from_numpy(column) for name, column in example().items()}
+    logprobs = columns.pop("logprobs").requires_grad_()
+    rest = columns.pop("behaviour"), torch.ones(10, dtype=torch.float64), torch.from_numpy(MASK), columns["proximal"]
+    ids = {"episodes": torch.from_numpy(EPISODES).int(), **columns}
     all_rejected = Reinforce(kl_coef=0.1, correction=Correction(reject="token_k2:1e-300"))
     total, _ = evaluate(all_rejected, logprobs, *rest, **ids)  # type: ignore[arg-type]
-    penalty = 0.05 * (logprobs - given["proximal"])[rest[2]].square().sum()
+    penalty = 0.05 * (logprobs - columns["proximal"])[rest[2]].square().sum()
     assert total.item() == pytest.approx(penalty.item())
 
 

@@ -15,8 +15,8 @@ GOOD = {"criterion": "Names it.", "weight": 2}
 
 def test_a_rubric_is_a_list_or_json_of_one():
     expected = (Criterion("Names it.", 2.0), Criterion("Is rude.", -0.5))
-    given = [{**GOOD, "tags": ["axis"]}, {"criterion": "Is rude.", "weight": -0.5}]
-    assert read_criteria(given) == read_criteria(tuple(given)) == read_criteria(json.dumps(given)) == expected
+    criteria = [{**GOOD, "tags": ["axis"]}, {"criterion": "Is rude.", "weight": -0.5}]
+    assert read_criteria(criteria) == read_criteria(tuple(criteria)) == read_criteria(json.dumps(criteria)) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def numbered(batch: Batch) -> tuple[PackedBatch, list[torch.Tensor], list[np.nda
         np.concatenate([1000 * e + 100 * t + np.arange(len(turn.token_ids)) for t, turn in enumerate(episode.turns)])
         for e, episode in enumerate(batch.episodes)
     ]
-    given = iter(each.astype(np.float32) for each in numbers)
-    columns = {"numbers": [[next(given) for _ in group.episodes] for group in batch.groups]}
+    arrays = iter(array.astype(np.float32) for array in numbers)
+    columns = {"numbers": [[next(arrays) for _ in group.episodes] for group in batch.groups]}
     laid = pack(batch, torch.zeros(batch.rewards.shape), Layout(seq_len=64), drop_uniform=False, columns=columns)
     return laid, [row.columns["numbers"] for row in laid.rows], numbers
 
@@ -51,24 +51,24 @@ def test_values_are_regrouped_by_episode_and_turn_after_rewrites():
     batch = replace(batch, groups=tuple(groups))
     assert all(len(episode.segments) > 1 for episode in batch.episodes)
     laid, values, numbers = numbered(batch)
-    found = values_of_episodes(batch, laid, values)
-    assert all(each.dtype == np.float32 for each in found)
-    assert [each.tolist() for each in found] == [each.tolist() for each in numbers]
+    episode_values = values_of_episodes(batch, laid, values)
+    assert all(values.dtype == np.float32 for values in episode_values)
+    assert [values.tolist() for values in episode_values] == [values.tolist() for values in numbers]
 
 
 def test_a_token_that_is_not_trained_has_the_value_before_it():
     batch = random_batch(1, vocab=43, groups=1, group_size=3, turns=1)
-    lost = [[False, True, True], [True, False, True], [True, True, True]]
+    lost_turns = [[False, True, True], [True, False, True], [True, True, True]]
     episodes = []
-    for episode, gone in zip(batch.groups[0].episodes, lost, strict=True):
+    for episode, is_lost in zip(batch.groups[0].episodes, lost_turns, strict=True):
         (turn,) = episode.turns
-        logprobs = np.where(gone, np.nan, -1.0)
+        logprobs = np.where(is_lost, np.nan, -1.0)
         turn = replace(turn, token_ids=[1, 2, 3], logprobs=logprobs, versions=[0, 0, 0])
         episodes.append(replace(episode, turns=(turn,)))
     batch = replace(batch, groups=(replace(batch.groups[0], episodes=tuple(episodes)),))
     laid, values, _ = numbered(batch)
-    found = values_of_episodes(batch, laid, values)
-    assert [each.tolist() for each in found] == [[0, 0, 0], [1001, 1001, 1001], [0, 0, 0]]
+    episode_values = values_of_episodes(batch, laid, values)
+    assert [values.tolist() for values in episode_values] == [[0, 0, 0], [1001, 1001, 1001], [0, 0, 0]]
 
 
 async def test_a_rollback_restores_the_critic_with_the_policy(tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ async def test_a_rollback_restores_the_critic_with_the_policy(tmp_path: Path) ->
     assert (policy.updates, critic.updates) == (2, 3)
     assert not checkpointer.trained
 
-    again = checkpointer_of(policy, tmp_path)
-    again._services = services
-    await again.resume(saved)
-    assert again.step == 1
+    resumed_checkpointer = checkpointer_of(policy, tmp_path)
+    resumed_checkpointer._services = services
+    await resumed_checkpointer.resume(saved)
+    assert resumed_checkpointer.step == 1
     critic.updates = 2
     with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
-        await again.resume(saved)
+        await resumed_checkpointer.resume(saved)
 
 
 async def test_a_stop_between_policy_and_critic_saves_no_half_step(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_errors_of_a_critics_flags_name_them(tmp_path: Path) -> None:
         Config(value_clip=0.0)
     make_model(tmp_path)
     architecture = read_architecture(tmp_path)
-    for critic, said in (
+    for critic, message in (
         (CriticConfig(minibatches=9), "8 groups cannot be split into 9"),
         (CriticConfig(seq_len=16), "a row of the critic only 16"),
         (CriticConfig(ranks=2, expert_parallel_degree=2), "--critic.expert-parallel-degree is 2"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_critic(Config(), critic, architecture)
     check_critic(Config(), CriticConfig(), architecture)
 
@@ -156,10 +156,10 @@ def test_a_plan_counts_the_critic(tmp_path: Path) -> None:
     config = Config(model=str(tmp_path), critic=CriticConfig(ranks=2))
     alone = plan_run(config, RunModels(policy=tmp_path))
     models = RunModels(policy=tmp_path, critic=config.critic)
-    found = plan_run(config, models)
-    assert [need.who for need in found] == ["trainer rank", "critic rank", "engine", "store of weights"]
-    assert [*found[:1], *found[2:]] == alone
-    (critic,) = (need for need in found if need.who == "critic rank")
+    needs = plan_run(config, models)
+    assert [need.who for need in needs] == ["trainer rank", "critic rank", "engine", "store of weights"]
+    assert [*needs[:1], *needs[2:]] == alone
+    (critic,) = (need for need in needs if need.who == "critic rank")
     # A head of one output for 3000, over two ranks.
     weights = alone[0].parts["weights, float32"] - 4 * 24 * (3000 - 1)
     assert (critic.count, critic.parts["weights, float32"]) == (2, weights // 2)
@@ -174,8 +174,8 @@ ARGUMENTS += ("--checkpoint-every", "3")
 
 def updates_of(out: Path) -> list[tuple[int, int, int]]:
     """Step, updates of the policy and of the critic, of each step after the policy's first."""
-    found = [(row["step"], row.get("updates"), row["critic/updates"]) for row in metrics(out)]
-    return [row for row in found if row[0] > 2]
+    rows = [(row["step"], row.get("updates"), row["critic/updates"]) for row in metrics(out)]
+    return [row for row in rows if row[0] > 2]
 
 
 @pytest.mark.nightly
@@ -200,9 +200,9 @@ def test_a_run_survives_deaths_of_critic_trainer_and_controller(
     command.end()
     assert "Traceback" not in command.output
     last = metrics(out)[-1]["step"]
-    again = tiny_run(commands, tiny_model, out, "--steps", str(last + 2), *ARGUMENTS, recipe="recipes.ppo")
-    again.wait_for("continued from")
-    assert again.end(240) == 0, again.output
+    resumed_run = tiny_run(commands, tiny_model, out, "--steps", str(last + 2), *ARGUMENTS, recipe="recipes.ppo")
+    resumed_run.wait_for("continued from")
+    assert resumed_run.end(240) == 0, resumed_run.output
     rows = updates_of(out)
     # The policy takes one update for each step but the first two, the critic two: both were rolled back together.
     assert rows == [(step, step - 2, 2 * step) for step, *_ in rows]

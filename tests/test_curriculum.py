@@ -95,8 +95,8 @@ def test_a_rare_pool_is_found_once_it_is_there():
     pools, source = learned(rate=lambda name: 0.5), Cycling("a")
     chosen(pools, 500, source)
     pools.observe(solved("a", name, 0.0) for name in range(50))
-    found = chosen(pools, 400, source)
-    assert 110 <= found["hard"] <= 160, "its share and some of easy's, without a debt from before"
+    counts = chosen(pools, 400, source)
+    assert 110 <= counts["hard"] <= 160, "its share and some of easy's, without a debt from before"
 
 
 @pytest.mark.parametrize(("right", "pool"), [(0, "hard"), (1, "hard"), (2, "normal"), (3, "normal"), (4, "easy")])
@@ -198,22 +198,22 @@ def saved(tasks: ResumableTaskStream, pending: list[Task]) -> tuple[dict[str, An
 
 
 def test_the_mixture_stays_exact_and_a_resumed_run_draws_the_same_tasks():
-    whole = stream(DifficultyPools(ON))
+    whole_stream = stream(DifficultyPools(ON))
     for _ in range(61):  # both sources come again
-        drawn = batch(whole, 9)
+        drawn = batch(whole_stream, 9)
         assert Counter(task.source for task in drawn) == {"a": 6, "b": 3}
-        whole.batch_delivered(results(drawn))
-    state, consumed = saved(whole, [])
+        whole_stream.batch_delivered(results(drawn))
+    state, consumed = saved(whole_stream, [])
     assert consumed == []
     resumed = stream(DifficultyPools(ON))
     resumed.restore(state, consumed)
     assert saved(resumed, []) == (state, consumed)
     for _ in range(60):
-        drawn = batch(whole, 9)
+        drawn = batch(whole_stream, 9)
         assert batch(resumed, 9) == drawn
-        for each in (whole, resumed):
-            each.batch_delivered(results(drawn))
-    assert saved(resumed, []) == saved(whole, [])
+        for task_stream in (whole_stream, resumed):
+            task_stream.batch_delivered(results(drawn))
+    assert saved(resumed, []) == saved(whole_stream, [])
 
 
 @pytest.mark.parametrize("done", range(1, 14))
@@ -225,10 +225,10 @@ def test_undelivered_batches_are_drawn_again_although_difficulties_changed(done:
     tasks.observe([solved(task.source, task.id, rate) for task in drawn[:done]])
     resumed = stream(DifficultyPools(ON))
     resumed.restore(*saved(tasks, drawn[done:]))
-    again = [*batch(resumed, 7), *batch(resumed, 7)]
+    resumed_tasks = [*batch(resumed, 7), *batch(resumed, 7)]
     for source in "ab":
         pending = [task for task in drawn[done:] if task.source == source]
-        assert [task for task in again if task.source == source][: len(pending)] == pending
+        assert [task for task in resumed_tasks if task.source == source][: len(pending)] == pending
 
 
 def test_states_with_and_without_a_curriculum_are_interchangeable():

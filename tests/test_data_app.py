@@ -77,9 +77,9 @@ def test_tasks_are_shown_with_prompt_truth_lengths_and_duplicates(tmp_path: Path
     assert "small: 1 tasks (1 rows)" in text
     assert r"red \x1b[31m text \x9b0m <|im_end|>" in text
     assert "\x1b" not in text
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["evaluation"] == {"small": 1}
-    assert found["sources"]["sums"]["duplicates"] == 1
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["evaluation"] == {"small": 1}
+    assert report["sources"]["sums"]["duplicates"] == 1
     assert "held_out: " in shown(Config(named=(f"{path}{columns}",), show=0))
 
 
@@ -196,11 +196,11 @@ def test_a_model_at_an_endpoint_plays_and_its_errors_are_one_message() -> None:
         assert "\x1b" not in text
         with pytest.raises(ForgeError, match="did not answer"):
             played(config)
-    for flags, said in (
+    for flags, message in (
         ({"play": "hand"}, "no environment to play"),
         ({"env": "gaem"}, "no environment 'gaem'"),
     ):
-        with pytest.raises(ForgeError, match=said):
+        with pytest.raises(ForgeError, match=message):
             played(Config(**flags))  # type: ignore[arg-type]
 
 

@@ -11,8 +11,8 @@ from forge_rl.errors import ConfigError, TaskError
 def test_a_seed_repeats_questions_instruction_and_system_message():
     data = DataConfig(instruction=" Answer briefly.", system="You add.")
     mixtures = [data.build([ONE_DIGIT_ADDITION], seed=seed) for seed in (1, 1, 2)]
-    first, again, other = ([mixture.draw_from("basic_arithmetic") for _ in range(6)] for mixture in mixtures)
-    assert first == again != other
+    first, second_draws, other = ([mixture.draw_from("basic_arithmetic") for _ in range(6)] for mixture in mixtures)
+    assert first == second_draws != other
     system, user = first[0].messages
     assert system["content"] == "You add."
     assert user["content"].endswith(" Answer briefly.")

@@ -82,7 +82,9 @@ def test_successive_late_calls_are_not_examined_each_time():
                 return super().values()
 
         late: list[int] = []
-        calls = Calls((each, Call(1 + each / 1000, lambda each=each: late.append(each))) for each in range(1000))
+        calls = Calls(
+            (number, Call(1 + number / 1000, lambda each=number: late.append(each))) for number in range(1000)
+        )
         deadlines = Deadlines(calls)
         for call in dict.values(calls):
             deadlines.start(call)

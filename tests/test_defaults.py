@@ -46,7 +46,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
 
     def plan(settings: TrainSettings) -> TrainMemory:
         weights = WEIGHTS[model] // ranks
-        kept = ACTIVATIONS[model] / (1 if settings.activation_checkpointing == "none" else 8)
+        bytes_per_token = ACTIVATIONS[model] / (1 if settings.activation_checkpointing == "none" else 8)
         return TrainMemory(
             weights=4 * weights,
             gradients=4 * weights,
@@ -54,7 +54,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
             moments=8 * weights,
             reference=reference * weights,
             gathered=2 * weights if ranks == 1 else 2 * WEIGHTS[model] // 24,
-            activations=round(kept * GIB * settings.seq_len / 1024),
+            activations=round(bytes_per_token * GIB * settings.seq_len / 1024),
             head=GIB // 2,
             masks=0,
             heap=0,
@@ -68,14 +68,14 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
 def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settings: Any) -> tuple[RunConfig, list[str]]:
     ranks = settings.pop("ranks", 1)
     replicas, guests = settings.pop("replicas", 1), settings.pop("guests", 0)
-    given = {each: settings.pop(each) for each in ("seq_len", "enable_cpu_offload") if each in settings}
+    named_flags = {flag: settings.pop(flag) for flag in ("seq_len", "enable_cpu_offload") if flag in settings}
     share = (
         {"gpu_memory_utilization": settings.pop("gpu_memory_utilization")}
         if "gpu_memory_utilization" in settings
         else {}
     )
     config = RunConfig(
-        trainer=Trainer.Config(ranks=ranks, **given),
+        trainer=Trainer.Config(ranks=ranks, **named_flags),
         generator=Generator.Config(replicas=replicas, guests=guests, **share),
         **settings,
     )
@@ -117,10 +117,10 @@ def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
     )
     assert small == ((model, gpu, ranks) == ("8B", "141 GB", 1)), "before CPU offload, and only where they suffice"
     assert len(lines) == 2 + config.trainer.stays_on_device + recomputes
-    again, nothing = choose(
+    second_choice, nothing = choose(
         config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], num_gpus=ranks, memory=plan_of(model, ranks)
     )  # type: ignore[arg-type]
-    assert told(again) == expected
+    assert told(second_choice) == expected
     assert [line for line in nothing if "stays" not in line] == []
 
 
@@ -140,9 +140,9 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
     assert (apart.placement, apart.generator.gpu_memory_utilization) == ("auto", 0.9)
     assert not any("placement" in line for line in lines), "its state would move each time"
     for settings in ({"ranks": 2}, {"placement": "separate"}, {"schedule": ScheduleConfig(kind="one_step")}):
-        found, _ = chosen("135M", "80 GB", there=4, **settings)  # type: ignore[arg-type]
-        assert not found.trainer.stays_on_device
-        assert found.placement == settings.get("placement", "auto")
+        chosen_config, _ = chosen("135M", "80 GB", there=4, **settings)  # type: ignore[arg-type]
+        assert not chosen_config.trainer.stays_on_device
+        assert chosen_config.placement == settings.get("placement", "auto")
 
 
 @pytest.mark.parametrize(

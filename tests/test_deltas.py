@@ -70,14 +70,14 @@ def step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]
 
 
 def publish(publisher: DeltaPublisher, version: int, tensors: dict[str, torch.Tensor]) -> int:
-    held = Held(tensors)
-    return asyncio.run(publisher.publish(held.manifest(version), held))  # type: ignore[arg-type]
+    source = Held(tensors)
+    return asyncio.run(publisher.publish(source.manifest(version), source))  # type: ignore[arg-type]
 
 
 def equal(subscriber: DeltaSubscriber, tensors: dict[str, torch.Tensor]) -> bool:
     return subscriber.tensors.keys() == tensors.keys() and all(
-        found.shape == tensors[name].shape and bool((words_of(found) == words_of(tensors[name])).all())
-        for name, found in subscriber.tensors.items()
+        tensor.shape == tensors[name].shape and bool((words_of(tensor) == words_of(tensors[name])).all())
+        for name, tensor in subscriber.tensors.items()
     )
 
 
@@ -113,8 +113,8 @@ def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str
     full = publish(publisher, 1, tensors)
     for version in range(2, 9):
         tensors = step(tensors, version)
-        written = publish(publisher, version, tensors)
-        assert (written > full / 2) == (version in (4, 7)), "every third one is full"
+        written_bytes = publish(publisher, version, tensors)
+        assert (written_bytes > full / 2) == (version in (4, 7)), "every third one is full"
         if version % 2:  # a follower may miss versions; a late one begins at a full version
             late = DeltaSubscriber(address)
             for reader in (follower, late):
@@ -124,8 +124,8 @@ def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str
     assert {spec.name for spec in follower.specs if spec.changed} >= {"embed"}
     assert [shard.name for shard in follower.shards()] == list(tensors)
     files, root = fsspec.url_to_fs(address, skip_instance_cache=True)
-    kept = sorted({int(path.rpartition("/")[2][:10]) for path in files.ls(root, detail=False)})
-    assert kept == [3, 4, 5, 6, 7], "two full versions are kept, with their changes"
+    versions = sorted({int(path.rpartition("/")[2][:10]) for path in files.ls(root, detail=False)})
+    assert versions == [3, 4, 5, 6, 7], "two full versions are kept, with their changes"
 
     # A run that is started again writes a full version, whatever its number, and followers go on.
     publish(DeltaPublisher(address), 2, first())
@@ -140,14 +140,14 @@ def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str
 def test_whatever_changes_comes_back(values: list[int], changes: list[tuple[int, int]]):
     old = np.array(values, "<u2")
     new = old.copy()
-    for at, value in changes:
-        new[at % len(new)] = value
-    found, again = encode(new, old), old.copy()
-    if found.kind == "whole":
-        again = decode_whole(memoryview(found.data), numel=len(new), item_bytes=2)
-    elif found.kind == "changed":
-        apply_change(memoryview(found.data), again, changes=found.changes, gap_bytes=found.gap_bytes)
-    assert (again == new).all()
+    for index, value in changes:
+        new[index % len(new)] = value
+    change, decoded_values = encode(new, old), old.copy()
+    if change.kind == "whole":
+        decoded_values = decode_whole(memoryview(change.data), numel=len(new), item_bytes=2)
+    elif change.kind == "changed":
+        apply_change(memoryview(change.data), decoded_values, changes=change.changes, gap_bytes=change.gap_bytes)
+    assert (decoded_values == new).all()
 
 
 @pytest.mark.parametrize(("numel", "item_bytes"), [(1, 2), (1, 4), (3, 1)])
@@ -219,14 +219,14 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     indirect=["address"],
 )
 def test_torn_or_hostile_changes_are_refused_until_a_full_version(how: str, address: str, tmp_path: Path):
-    spoil, said = SPOILT[how]
+    spoil, message = SPOILT[how]
     publisher, follower = DeltaPublisher(address, full_every=2), DeltaSubscriber(address)
     publish(publisher, 1, first())
     assert follower.update()
     publish(publisher, 2, step(first(), 1))
     with edited(address, tmp_path / "edited") as folder:
         spoil(folder)
-    with pytest.raises(WeightsError, match=said):
+    with pytest.raises(WeightsError, match=message):
         follower.update()
     assert (follower.version, follower.tensors) == (None, {})
     publish(publisher, 3, step(first(), 2))
@@ -240,9 +240,9 @@ def test_no_flipped_bit_passes(tmp_path: Path):
     publish(publisher, 1, first())
     publish(publisher, 2, step(first(), 1))
     part = tmp_path / "0000000001-000.bin"
-    good = part.read_bytes()
+    intact_bytes = part.read_bytes()
     for _ in range(200):
-        torn = bytearray(good)
+        torn = bytearray(intact_bytes)
         torn[draw.randrange(len(torn))] ^= 1 << draw.randrange(8)
         part.write_bytes(torn)
         follower = DeltaSubscriber(str(tmp_path))

@@ -40,8 +40,8 @@ def make_quantized(folder: Path, files: int = 1) -> None:
         index = {name: f"model-{number}.safetensors" for number, part in enumerate(parts) for name in part}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     path = folder / "config.json"
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    unconverted_modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": unconverted_modules}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
 
 
@@ -70,23 +70,23 @@ def test_a_dequantised_folder_is_the_same_model_in_bfloat16(files: int, tmp_path
     make_quantized(tmp_path / "mxfp4", files)
     copy = dequantized(tmp_path / "mxfp4", tmp_path / "cache")
     assert len(list(copy.glob("*.safetensors"))) == files
-    written = {name: values for path in copy.glob("*.safetensors") for name, values in load_file(path).items()}
-    assert {values.dtype for values in written.values()} == {torch.bfloat16}
+    tensors = {name: values for path in copy.glob("*.safetensors") for name, values in load_file(path).items()}
+    assert {values.dtype for values in tensors.values()} == {torch.bfloat16}
     assert json.loads((copy / "config.json").read_text())["dtype"] == "bfloat16"
     architecture = read_architecture(copy)
     assert not architecture.quantized
     expected = {name: values.bfloat16() for name, values in of_transformers(tmp_path / "mxfp4").state_dict().items()}
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], expected[name]) for name in written)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
     assert of_transformers(copy).state_dict().keys() == expected.keys(), "the copy opens"
 
 
 def test_a_folder_is_dequantised_once_and_again_when_it_has_changed(tmp_path: Path):
     make_quantized(tmp_path / "mxfp4")
     copy = dequantized(tmp_path / "mxfp4", tmp_path / "cache")
-    made = (copy / "model.safetensors").stat().st_mtime_ns
+    modified_ns = (copy / "model.safetensors").stat().st_mtime_ns
     assert dequantized(tmp_path / "mxfp4", tmp_path / "cache") == copy
-    assert (copy / "model.safetensors").stat().st_mtime_ns == made
+    assert (copy / "model.safetensors").stat().st_mtime_ns == modified_ns
     (tmp_path / "mxfp4" / "generation_config.json").write_text("{}")
     assert dequantized(tmp_path / "mxfp4", tmp_path / "cache") != copy
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
@@ -149,19 +149,23 @@ def nf4(weight: torch.Tensor, *, nested: bool) -> Stored:
     codes = torch.randint(0, 16, (weight.numel(),))
     table, blocks = torch.tensor(CODES), -(-weight.numel() // 64)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    absmax, kept = torch.rand(blocks) * 0.3, {}
+    absmax, quant_state = torch.rand(blocks) * 0.3, {}
     if nested:
         of_absmax, outer, offset = torch.rand(256) - 0.5, torch.rand(-(-blocks // 8)), 0.25
         absmax_codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
-        kept = {"weight.absmax": absmax_codes, "weight.nested_absmax": outer, "weight.nested_quant_map": of_absmax}
+        quant_state = {
+            "weight.absmax": absmax_codes,
+            "weight.nested_absmax": outer,
+            "weight.nested_quant_map": of_absmax,
+        }
         state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": offset}
         absmax = torch.stack([of_absmax[c.item()] * outer[i // 8] + offset for i, c in enumerate(absmax_codes)])
     expected = [CODES[code] * float(absmax[i // 64]) for i, code in enumerate(codes.tolist())]
     packed = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
     text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    whole = {"weight": packed, "weight.absmax": absmax, "weight.quant_map": table}
-    whole |= kept | {"weight.quant_state.bitsandbytes__nf4": text}
-    return whole, torch.tensor(expected, dtype=torch.float64).view(weight.shape)
+    tensors = {"weight": packed, "weight.absmax": absmax, "weight.quant_map": table}
+    tensors |= quant_state | {"weight.quant_state.bitsandbytes__nf4": text}
+    return tensors, torch.tensor(expected, dtype=torch.float64).view(weight.shape)
 
 
 def int8(weight: torch.Tensor) -> Stored:
@@ -206,11 +210,11 @@ def test_each_format_is_read_by_its_formula_and_trained_in_bfloat16(method: str,
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     assert read_architecture(folder).quantized
     copy = dequantized(folder, tmp_path / "cache")
-    written = load_file(copy / "model.safetensors")
-    assert written.keys() == {name for name in state if "_proj." not in name} | expected.keys()
+    tensors = load_file(copy / "model.safetensors")
+    assert tensors.keys() == {name for name in state if "_proj." not in name} | expected.keys()
     for name, values in expected.items():
         assert values.std() > 0
-        assert (written[name].double() - values).abs().max() <= values.abs().max() * 2**-8, name
+        assert (tensors[name].double() - values).abs().max() <= values.abs().max() * 2**-8, name
     assert stored_bytes(copy) >= 2 * read_architecture(copy).weights
     token_ids = torch.arange(40)
     with torch.no_grad():

@@ -98,7 +98,7 @@ def test_the_panel_shows_the_numbers_at_every_width(width: int) -> None:
     with bench.phases.phase("rollout"):
         bench.seconds += 75.0
         text = bench.text()
-    for shown in (
+    for expected_text in (
         "grpo · smollm2-135m",
         "/runs/a",
         "19/20",
@@ -121,7 +121,7 @@ def test_the_panel_shows_the_numbers_at_every_width(width: int) -> None:
         "faults 1",
         "warnings 1",
     ):
-        assert shown in text, f"{shown!r} is not in\n{text}"
+        assert expected_text in text, f"{expected_text!r} is not in\n{text}"
     assert ("generator/1" in text and "dequantise" in text) or width < 80
 
 
@@ -327,11 +327,11 @@ def test_live_on_a_terminal_draws_the_panel_and_prints_above_it(monkeypatch: pyt
         display.event("generator/1 [died]", "fault")
         display.close()
         display.close()
-    written = b""
-    while b"\x1b[?25h" not in written:
-        written += os.read(read, 65536)
+    output = b""
+    while b"\x1b[?25h" not in output:
+        output += os.read(read, 65536)
     os.close(read)
-    text = written.decode()
+    text = output.decode()
     last_panel = text.rindex("grpo · tiny")
     assert text.rindex("a line from elsewhere") < last_panel
     assert text.rindex("fault: generator/1 [died]") < last_panel
@@ -344,11 +344,11 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
 ) -> None:
     reader, writer = os.openpty() if mode == "live" else os.pipe()
     monkeypatch.setenv("TERM", "xterm")
-    told: list[str] = []
+    texts: list[str] = []
 
     async def until_told(display: Display) -> None:
         def tell(text: str) -> None:
-            told.append(text)
+            texts.append(text)
             watching.cancel()
 
         watching = asyncio.ensure_future(display.watch(waiting=str, status=lambda: None, tell=tell))
@@ -369,8 +369,8 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             file.close()
-    assert len(told) == 1
-    assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
+    assert len(texts) == 1
+    assert texts[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
 
 
 def test_the_reward_of_all_groups_is_shown_where_it_differs() -> None:

@@ -103,8 +103,8 @@ def test_the_panel_shows_the_rollouts_at_every_width(width: int) -> None:
         lines = bench.panel()
     assert len({cell_len(line) for line in lines}) == 1
     text = bench.text()
-    shown = ("batch 7", "2/8", "groups 2/8", "decoding 12", "in tools 9", "queued 30", "engines 7/8", "lag up to 2")
-    for part in (*shown, "25% (rollout 74%)", "generator/1; 11.0s without progress"):
+    parts = ("batch 7", "2/8", "groups 2/8", "decoding 12", "in tools 9", "queued 30", "engines 7/8", "lag up to 2")
+    for part in (*parts, "25% (rollout 74%)", "generator/1; 11.0s without progress"):
         assert part in text, f"{part!r} is not in\n{text}"
     bench.display.close()
     assert "batch" not in bench.text()
@@ -189,8 +189,8 @@ def test_the_panel_shows_an_answer_as_plain_text_and_reward_parts() -> None:
     values = {"reward/mean": 0.5, "reward/std": 0.1, "reward/sums": 0.7, "reward_parts/format": 0.25}
     bench.display.log(1, values, Batch(groups=(Group(task=task, episodes=(episode,)),), version=1))
     text = bench.text()
-    for shown in ("sums, 7, reward 0.5:", "[red]line[/red] second zzz", "format 0.25", "sources sums 0.7"):
-        assert shown in text, text
+    for expected_text in ("sums, 7, reward 0.5:", "[red]line[/red] second zzz", "format 0.25", "sources sums 0.7"):
+        assert expected_text in text, text
     assert "\x1b[2J" not in text
     assert text.count("z") < 300
     assert "std 0.1" not in text

@@ -47,9 +47,9 @@ def test_the_summary_has_faults_and_recoveries_in_order_of_time() -> None:
 
 def test_episodes_that_were_lost_stand_beside_the_faults() -> None:
     bench = Bench(width=100)
-    lost = {"outcomes/environment_error": 3.0, "outcomes/judge_error": 0.0, "outcomes/completed": 9.0}
+    failed_outcomes = {"outcomes/environment_error": 3.0, "outcomes/judge_error": 0.0, "outcomes/completed": 9.0}
     for step in (1, 2):
-        bench.display.log(step, STEP | lost)
+        bench.display.log(step, STEP | failed_outcomes)
     bench.display.log(2, STEP | {"outcomes/judge_error": 1.0})
     bench.display.summary()
     assert bench.lines()[-1] == "faults     0; episodes lost: 6 environment errors, 1 judge error"

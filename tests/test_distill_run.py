@@ -49,8 +49,8 @@ def check_scores(scores: TeacherScores, batch: Any, source: str, folder: Path, t
                 assert messages is not None
                 prompt = tokenizer.render(messages)
             expected = by_transformers(folder, prompt, turn.token_ids.tolist())
-            own = expected[torch.arange(len(expected)), torch.tensor(turn.token_ids).long()]
-            np.testing.assert_allclose(scores.logprobs[p][g], own, atol=1e-4)
+            logprobs = expected[torch.arange(len(expected)), torch.tensor(turn.token_ids).long()]
+            np.testing.assert_allclose(scores.logprobs[p][g], logprobs, atol=1e-4)
             np.testing.assert_allclose(scores.top_logprobs[p][g], expected.topk(TOP).values, atol=1e-4)
 
 
@@ -82,17 +82,17 @@ async def test_teachers_score_as_transformers_does_even_after_a_kill(
         assert batch is not None
         assert {group.task.source for group in batch.groups} == {"chain_sum", "leg_counting"}
         tokenizer = Tokenizer(tiny_model)
-        found = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)
-        check_scores(found, batch, "chain_sum", teacher, None)
+        scores = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)
+        check_scores(scores, batch, "chain_sum", teacher, None)
         with_solution = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP, hint="solution")
         check_scores(with_solution, batch, "chain_sum", teacher, tokenizer)
         assert with_solution.unhinted == 0
 
         service = run.teachers.generators[str(teacher)]._service
         os.kill(await service.replicas[0].call("process_id", deadline_s=60), signal.SIGKILL)
-        again = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)  # waits for another engine
-        check_scores(again, batch, "chain_sum", teacher, None)
-        assert again.failed == 0
+        second_scores = await run.teachers.score(batch, temperature=TEMPERATURE, top_k=TOP)  # waits for another engine
+        check_scores(second_scores, batch, "chain_sum", teacher, None)
+        assert second_scores.failed == 0
         assert "Teachers  chain_sum: " in repr(run)
         while run.step < config.steps:
             await step(run)

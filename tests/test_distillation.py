@@ -25,10 +25,10 @@ def log_softmax(logits: Array) -> Array:
 
 def merged(logprobs: Array, ids: Array) -> Array:
     """Probabilities of the tokens `ids` of each position, and of all others together."""
-    chosen = np.take_along_axis(np.exp(logprobs), ids, -1)
+    top_probabilities = np.take_along_axis(np.exp(logprobs), ids, -1)
     rest = np.exp(logprobs).copy()
     np.put_along_axis(rest, ids, 0.0, -1)
-    return np.concatenate([chosen, rest.sum(-1, keepdims=True)], -1)
+    return np.concatenate([top_probabilities, rest.sum(-1, keepdims=True)], -1)
 
 
 def kl(p: Array, q: Array) -> Array:
@@ -87,13 +87,13 @@ def example(count: int = 12, vocab: int = 9) -> tuple[torch.Tensor, torch.Tensor
 
 def numeric_gradient(logits: Array, of: Any, step: float = 1e-6) -> Array:
     """Central differences of the sum of `of` over the rows."""
-    found = np.zeros_like(logits)
-    for at in np.ndindex(*logits.shape):
+    gradient = np.zeros_like(logits)
+    for place in np.ndindex(*logits.shape):
         up, down = logits.copy(), logits.copy()
-        up[at] += step
-        down[at] -= step
-        found[at] = (of(up).sum() - of(down).sum()) / (2 * step)
-    return found
+        up[place] += step
+        down[place] -= step
+        gradient[place] = (of(up).sum() - of(down).sum()) / (2 * step)
+    return gradient
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
@@ -107,14 +107,14 @@ def test_value_and_gradient_are_those_of_the_merged_distributions(k: int, beta: 
     def expected(of: Array) -> Array:
         return divergence(p, merged(log_softmax(of), ids.numpy()), beta)
 
-    at = logits.detach().numpy()
-    assert total.item() == pytest.approx(expected(at).sum(), rel=1e-9)
+    student_logits = logits.detach().numpy()
+    assert total.item() == pytest.approx(expected(student_logits).sum(), rel=1e-9)
     assert sums["divergence"].item() == pytest.approx(total.item())
     (gradient,) = torch.autograd.grad(total, logits)
-    np.testing.assert_allclose(gradient.numpy(), numeric_gradient(at, expected), atol=1e-7)
+    np.testing.assert_allclose(gradient.numpy(), numeric_gradient(student_logits, expected), atol=1e-7)
     if k == 9:  # the whole vocabulary: exact
-        whole = divergence(np.exp(teacher.numpy()), np.exp(log_softmax(at)), beta).sum()
-        assert total.item() == pytest.approx(whole, rel=1e-9)
+        total_divergence = divergence(np.exp(teacher.numpy()), np.exp(log_softmax(student_logits)), beta).sum()
+        assert total.item() == pytest.approx(total_divergence, rel=1e-9)
 
 
 def test_the_ends_of_beta_are_the_limits_of_the_divergence():
@@ -132,8 +132,10 @@ def test_a_small_tail_is_exact_in_float64_and_bounded_in_float32():
     top = torch.tensor([[0.75, 0.25 - tail]], dtype=torch.float64).log()
     assert with_tail(top)[0, -1].exp().item() == pytest.approx(tail, rel=1e-6)
     assert 1e-7 < with_tail(top.float())[0, -1].exp().item() < 3e-6
-    over = torch.tensor([[0.0, -20.0]], requires_grad=True)  # rounding has made the sum of probabilities more than 1
-    (gradient,) = torch.autograd.grad(with_tail(over)[0, -1], over)
+    overfull_logits = torch.tensor(
+        [[0.0, -20.0]], requires_grad=True
+    )  # rounding has made the sum of probabilities more than 1
+    (gradient,) = torch.autograd.grad(with_tail(overfull_logits)[0, -1], overfull_logits)
     assert gradient.isfinite().all()
     assert gradient[0, 0] < 0, "probability can leave the top k"
 
@@ -247,9 +249,9 @@ def test_logprob_difference_advantages_give_the_reverse_kl_gradient():
     (episode,) = batch.episodes
     policy = np.concatenate([turn.logprobs for turn in episode.turns])
     teacher = policy + np.array([0.5, -np.inf, np.nan], np.float32)
-    ((found,),) = teacher_advantages(batch, [[teacher]], coef=2)
-    assert found.dtype == np.float32
-    assert found.tolist() == pytest.approx([1.0, 0.0, 0.0]), "neither infinity nor NaN is a logprob"
+    ((advantages,),) = teacher_advantages(batch, [[teacher]], coef=2)
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == pytest.approx([1.0, 0.0, 0.0]), "neither infinity nor NaN is a logprob"
     # sum over the vocabulary of q * A * grad log q is the gradient of -KL(q || p) by the logits
     logits, log_p = np.array([0.3, -1.0, 0.8]), log_softmax(np.array([1.0, 0.2, -0.4]))
     log_q = log_softmax(logits)

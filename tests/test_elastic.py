@@ -231,9 +231,9 @@ async def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: P
         work = [asyncio.create_task(service.route("hold", deadline_s=LONG_S)) for _ in range(2)]
         idle = asyncio.create_task(service.route("answer", 1, deadline_s=LONG_S))
         assert (await idle)[0] == "actor 1"
-        own = asyncio.create_task(second.ask("hold", deadline_s=LONG_S))
-        for each in (second, third):
-            await each.ask("answer", 0, deadline_s=LONG_S)  # what was sent before it has begun
+        held_call = asyncio.create_task(second.ask("hold", deadline_s=LONG_S))
+        for replica in (second, third):
+            await replica.ask("answer", 0, deadline_s=LONG_S)  # what was sent before it has begun
         assert (second.in_flight, third.in_flight) == (2, 1)
 
         seats.scale(1)
@@ -249,9 +249,9 @@ async def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: P
         await first.ask("answer", 0, deadline_s=LONG_S)
         assert first.in_flight == 1, "what it had not ended goes on elsewhere"
         await first.call("release", deadline_s=LONG_S)
-        assert sorted([await each for each in work]) == ["actor 0", "actor 2"]
+        assert sorted([await call for call in work]) == ["actor 0", "actor 2"]
         with pytest.raises(ReplicaError) as ended:
-            await own
+            await held_call
         assert ended.value.blamed is False
         assert faults.seen == [], "it was no fault"
 
@@ -354,11 +354,11 @@ class Scaled:
 
 
 def test_a_resumed_run_keeps_replica_counts_unless_flags_change():
-    told: list[str] = []
+    texts: list[str] = []
 
     def knob(engines: int = 1, environments: int = 1) -> Knob:
         services = {"engines": Scaled(engines), "environments": Scaled(environments)}
-        return replicas_knob(services, told.append, told.append)
+        return replicas_knob(services, texts.append, texts.append)
 
     before = knob()
     asyncio.run(before.write({"engines": 3, "environments": 2}))
@@ -370,14 +370,14 @@ def test_a_resumed_run_keeps_replica_counts_unless_flags_change():
     mixture = {"given": {"weights": {}, "adapting": {}}, "changes": {}}
     assert is_live_state({"mixture": mixture, "replicas": state})
     assert not is_live_state({"mixture": mixture, "replicas": {"given": {}, "changes": {"engines": "3"}}})
-    told.clear()
+    texts.clear()
     after = knob(environments=4)
     asyncio.run(after.resume(state["given"], state["changes"]))
     assert after.read() == {"engines": 3, "environments": 4}
-    assert told == [
+    assert texts == [
         "the current flags set environments 4, which overrides the live change to 2",
         "engines 1 -> 3",
     ]
     small: Any = SimpleNamespace(replicas=1, scale=Scaled(1).scale)
-    asyncio.run(replicas_knob({"engines": small}, told.append, told.append).resume({"engines": 1}, {"engines": 9}))
-    assert told[-1] == "the live change to engines 9 no longer applies: no room"
+    asyncio.run(replicas_knob({"engines": small}, texts.append, texts.append).resume({"engines": 1}, {"engines": 9}))
+    assert texts[-1] == "the live change to engines 9 no longer applies: no room"

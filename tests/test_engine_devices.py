@@ -76,10 +76,10 @@ async def test_workers_that_share_experts_compute_what_one_does(
         routed_experts=True,
         **devices,  # type: ignore[arg-type]
     )
-    async with cluster(tmp_path) as (made, faults):
-        start = ServiceStart(cluster=made, faults=faults, deadline_s=300)
+    async with cluster(tmp_path) as (meshes, faults):
+        start = ServiceStart(cluster=meshes, faults=faults, deadline_s=300)
         generator = await Generator.start(config, start, model=tmp_path / "moe", seed=0)
-        store = await WeightStore.start(WeightStore.Config(), made, faults, deadline_s=120)
+        store = await WeightStore.start(WeightStore.Config(), meshes, faults, deadline_s=120)
         try:
             for version in (1, 2):
                 with torch.no_grad():

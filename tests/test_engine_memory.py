@@ -18,7 +18,7 @@ def resident_bytes() -> int:
 def test_freed_pages_come_back_as_zeros_until_they_are_written() -> None:
     from forge_rl.engines.vllm.cpu import release
 
-    kept = torch.ones(1 << 20)
+    kept_tensor = torch.ones(1 << 20)
     tensors = [torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2)]
     full = resident_bytes()
     release([tensors[0], tensors[0][5:], tensors[1].view(1024, -1)])
@@ -27,7 +27,7 @@ def test_freed_pages_come_back_as_zeros_until_they_are_written() -> None:
     for tensor in tensors:
         tensor.fill_(3)
         assert tensor.eq(3).all()
-    assert kept.eq(1).all()
+    assert kept_tensor.eq(1).all()
 
 
 def test_what_shares_a_page_with_others_is_left() -> None:

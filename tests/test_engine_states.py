@@ -81,14 +81,14 @@ async def test_engines_that_dropped_their_weights_load_them_again_to_wake(tmp_pa
 
 
 async def test_a_load_does_not_wait_for_an_engine_that_awaits_its_devices(tmp_path: Path, nothing_left: None) -> None:
-    free, kept = asyncio.Event(), list[bool]()
+    free, states = asyncio.Event(), list[bool]()
 
     @contextlib.asynccontextmanager
     async def devices(index: int) -> AsyncIterator[None]:
         await free.wait()
-        kept.append(True)
+        states.append(True)
         yield
-        kept.append(False)
+        states.append(False)
 
     async with stage(tmp_path, engines=1, replace=devices) as on:
         await on.load(1)
@@ -101,10 +101,10 @@ async def test_a_load_does_not_wait_for_an_engine_that_awaits_its_devices(tmp_pa
         on.orders.tell(0, load="hold")
         free.set()
         await on.until(lambda: len(on.orders.notes("load")) == 2)
-        assert kept == [True]
+        assert states == [True]
         on.orders.tell(0)
         await on.until_serving(0)
-        assert kept == [True, False]
+        assert states == [True, False]
         assert await on.state(0) == (2, [])
 
 
@@ -178,12 +178,12 @@ async def test_a_spare_takes_the_place_of_an_engine_that_dies(tmp_path: Path, no
 
         await on.until(lambda: on.generator.spares == 1)  # another one
         before = len(on.faults.seen)
-        for ending, said in ((signal.SIGKILL, "a spare: .*killed by SIGKILL"), (signal.SIGSTOP, "a spare: hung")):
+        for ending, message in ((signal.SIGKILL, "a spare: .*killed by SIGKILL"), (signal.SIGSTOP, "a spare: hung")):
             os.kill(await on.spare(), ending)
             await on.until(lambda: on.generator.spares == 0)
             await on.until(lambda: on.generator.spares == 1)
             fault = on.faults.seen[-1]
-            assert re.search(said, fault.cause), fault.cause
+            assert re.search(message, fault.cause), fault.cause
             assert (fault.replica, fault.fatal) == (2, False)
             assert fault.recovered_s is not None
         assert len(on.faults.seen) == before + 2

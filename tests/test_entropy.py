@@ -12,12 +12,12 @@ from forge_rl.errors import ConfigError
 
 def test_the_coefficient_follows_the_entropy_and_is_off_above_the_target():
     entropy = AdaptiveEntropy(target=0.2, delta=0.25, largest=0.6)
-    found = []
+    coefficients = []
     for measured in (0.1, 0.2, 0.1, 0.3, 0.1, 0.5, 0.5, 0.5, math.nan, 0.1):
         entropy.update(measured)
-        found.append(entropy.coefficient)
+        coefficients.append(entropy.coefficient)
     # c: 0.25, 0.5, 0.6 (bound), 0.35, 0.6 (bound), 0.35, 0.1, 0 (bound), unchanged, 0.25
-    assert found == pytest.approx([0.25, 0.5, 0.6, 0, 0.6, 0, 0, 0, 0, 0.25])
+    assert coefficients == pytest.approx([0.25, 0.5, 0.6, 0, 0.6, 0, 0, 0, 0, 0.25])
 
 
 def test_a_loss_gets_the_coefficient_and_its_needs():

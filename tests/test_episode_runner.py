@@ -120,11 +120,11 @@ def test_a_turn_keeps_its_messages_and_calls() -> None:
             await asyncio.sleep(0.02)
             return await super().step(completion)
 
-    asked = ToolCall(id="1", name="add", arguments="{}")
+    call = ToolCall(id="1", name="add", arguments="{}")
     with_tool = Task(id="1", source="toy", messages=TASK.messages, tools=(ADD,))
-    first, second = run(Slow, ["a", "end"], parse=parse_as((asked,)), task=with_tool).turns
+    first, second = run(Slow, ["a", "end"], parse=parse_as((call,)), task=with_tool).turns
     assert (first.messages, second.messages) == (TASK.messages, ({"role": "user", "content": "?"},))
-    assert first.calls == second.calls == (asked,)
+    assert first.calls == second.calls == (call,)
     assert first.seconds >= 0
     assert first.response_s > 0.01
 
@@ -134,7 +134,7 @@ def test_a_turn_keeps_its_messages_and_calls() -> None:
             return Step(done=step.done, messages=step.messages, calls=(ran,))
 
     ran = ToolCall(id="1", name="add", arguments="{}", seconds=0.5, error="error: add needs b")
-    first, *_ = run(Timed, ["end"], parse=parse_as((asked,)), task=with_tool).turns
+    first, *_ = run(Timed, ["end"], parse=parse_as((call,)), task=with_tool).turns
     assert (first.calls, first.calls[0].seconds) == ((ran,), 0.5), "as the environment ran it"
 
 
@@ -158,8 +158,8 @@ class Forgetful(World):
 
 def test_a_new_history_is_all_that_the_model_is_shown_and_begins_a_segment():
     episode = run(Forgetful, ["a", "b", "end"])
-    shown = ["".join(map(chr, turn.prompt_ids)) for turn in episode.turns]
-    assert shown == ["go", "you said a", "you said b"]
+    prompts = ["".join(map(chr, turn.prompt_ids)) for turn in episode.turns]
+    assert prompts == ["go", "you said a", "you said b"]
     assert [segment.turns.max() for segment in episode.segments] == [0, 1, 2]
 
 

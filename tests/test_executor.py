@@ -99,10 +99,10 @@ def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
     async def two_batches(seed: int) -> list[str]:
         generator = StagedGenerator()
         executor = rollouts(seed=seed, generator=generator)
-        found = []
+        texts = []
         for generator.version in range(2):
-            found += [episode.text for episode in (await executor.next_batch()).episodes]
-        return found
+            texts += [episode.text for episode in (await executor.next_batch()).episodes]
+        return texts
 
     def texts(seed: int) -> list[str]:
         return asyncio.run(two_batches(seed))
@@ -114,11 +114,11 @@ def test_the_seed_decides_the_batches_and_no_two_episodes_share_one() -> None:
 
 async def test_a_restored_state_goes_on_with_the_same_batches() -> None:
     generator = StagedGenerator()
-    whole = rollouts(generator=generator)
-    await whole.next_batch()
-    state = json.loads(json.dumps(whole.state()))
+    whole_rollouts = rollouts(generator=generator)
+    await whole_rollouts.next_batch()
+    state = json.loads(json.dumps(whole_rollouts.state()))
     generator.version = 1
-    expected = await whole.next_batch()
+    expected = await whole_rollouts.next_batch()
     restored = rollouts(generator=generator)
     await restored.restore(state)
     batch = await restored.next_batch()
@@ -139,15 +139,15 @@ async def test_a_resumed_run_draws_a_carried_straggler_again() -> None:
             return Step(done=True, reward=1.0)
 
     schedule = ScheduleConfig(max_lag=2, over_sampling=2.0)
-    whole = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
-    batch = await whole.next_batch()
+    whole_rollouts = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
+    batch = await whole_rollouts.next_batch()
     assert "1" not in [group.task.id for group in batch.groups]
-    state = json.loads(json.dumps(whole.state()))
-    await whole.close()
+    state = json.loads(json.dumps(whole_rollouts.state()))
+    await whole_rollouts.close()
     restored = rollouts(schedule=schedule)
     await restored.restore(state)
-    again = await restored.next_batch()
-    delivered = {group.task.id for group in (*batch.groups, *again.groups)}
+    resumed_batch = await restored.next_batch()
+    delivered = {group.task.id for group in (*batch.groups, *resumed_batch.groups)}
     assert "1" in delivered
     assert len(delivered) == 6, "nothing comes twice"
 
@@ -181,13 +181,13 @@ async def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> N
 
 
 async def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
-    told: list[tuple[str, bool]] = []
+    answers: list[tuple[str, bool]] = []
 
     class Stern(TwoTurns):
         """Ends the episode with a reward of its own when an answer is cut the second time."""
 
         async def step(self, answer: str, *, truncated: bool = False) -> Step:
-            told.append((answer, truncated))
+            answers.append((answer, truncated))
             return await super().step(answer)
 
     executor = rollouts(
@@ -197,8 +197,8 @@ async def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
     )
     episode = await play(executor, max_tokens=4)
     assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.75)
-    assert told == [(turn.text, True) for turn in episode.turns]
-    assert len(told) == 2
+    assert answers == [(turn.text, True) for turn in episode.turns]
+    assert len(answers) == 2
 
 
 def test_an_episode_cut_by_the_context_may_still_be_rewarded() -> None:
@@ -353,18 +353,18 @@ async def test_a_bug_ends_the_wait_and_the_next_wait_retries_the_episode() -> No
 
 @pytest.mark.parametrize("error", [SpendingError("spent 10 of 10"), RuntimeError("a bug")])
 async def test_an_error_that_comes_between_two_batches_ends_the_next_one(error: Exception) -> None:
-    told: list[str] = []
-    executor = rollouts(schedule=ScheduleConfig(max_lag=1), warn=told.append)
+    warnings: list[str] = []
+    executor = rollouts(schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
     await executor.next_batch()
     executor._fail(error)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)):
             await executor.next_batch()
-        assert told == []
+        assert warnings == []
         executor._raised = False  # nobody was told yet
     executor._raised = True
     await executor.next_batch()
-    assert told == [f"rollouts continue after an error: {error}"]
+    assert warnings == [f"rollouts continue after an error: {error}"]
     await executor.close()
 
 
@@ -399,9 +399,9 @@ async def test_thousands_of_episodes_start_in_several_turns_of_the_loop() -> Non
     pop = executor._scheduler.pop_starts
 
     def counting(**limits: int) -> list[InflightEpisode]:
-        found = pop(**limits)
-        starts.append(len(found))
-        return found
+        starts_of_pop = pop(**limits)
+        starts.append(len(starts_of_pop))
+        return starts_of_pop
 
     executor._scheduler.pop_starts = counting  # type: ignore[method-assign]
     batch = await executor.next_batch()
@@ -491,9 +491,9 @@ async def test_a_pause_holds_all_requests_at_a_token_and_loses_nothing(evaluates
     assert len(generator.seen) == begun
     assert not waiting.done()
     hold.resume()
-    found = await waiting
+    result = await waiting
     assert generator.told[:2] == ["pause", "resume"]
-    episodes = [found] if evaluates else list(found.episodes)
+    episodes = [result] if evaluates else list(result.episodes)
     assert len(episodes) == (1 if evaluates else 12)
     assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
 

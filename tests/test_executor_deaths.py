@@ -41,12 +41,12 @@ async def test_an_episode_whose_environment_or_judge_died_starts_again() -> None
     batch = await executor.next_batch()
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
-    found = executor.metrics()
-    assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (3, 12), (
+    metrics = executor.metrics()
+    assert (metrics["outcomes/infrastructure_error"], metrics["outcomes/completed"]) == (3, 12), (
         "for a judge that died nothing is decoded again"
     )
     tokens_of_one = batch.episodes[0].response_tokens
-    assert found["discarded/failed_tokens"] == 3 * tokens_of_one, "of environments that died after an answer"
+    assert metrics["discarded/failed_tokens"] == 3 * tokens_of_one, "of environments that died after an answer"
     decoded = executor._generator.seen
     assert len(decoded) == 12 + 3, "the others of its group are not decoded again"
     for group in batch.groups:
@@ -69,17 +69,17 @@ async def test_a_turn_whose_engine_dies_continues_from_its_tokens() -> None:
     batch = await coming
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     assert executor.metrics()["outcomes/truncated"] == 12
-    lost = 0
+    losses = 0
     for episode in batch.episodes:
         (turn,) = episode.turns
         assert (len(turn.token_ids), turn.truncated) == (12, True)
         assert turn.text == "".join(map(chr, turn.token_ids))
         if turn.versions[0] == 0:
-            lost += 1
+            losses += 1
             assert turn.versions.tolist() == [0] * 3 + [1] * 9
-            (again,) = [each for each in generator.seen if each[0] == tuple(turn.context[:-9])]
-            assert again[1].max_tokens == 9
-    assert lost == len(on_first)
+            (retry,) = [request for request in generator.seen if request[0] == tuple(turn.context[:-9])]
+            assert retry[1].max_tokens == 9
+    assert losses == len(on_first)
     assert executor._scheduler.states["decoding"] == 0
 
 
@@ -112,7 +112,7 @@ async def test_a_stop_text_ends_a_completion_over_two_engines() -> None:
     generator.kill(0)
     generator.gates[1].set_result(None)
     await waiting
-    (((turn,),),) = [[episode.turns for episode in each] for each in evaluation.results("one")]
+    (((turn,),),) = [[episode.turns for episode in group] for group in evaluation.results("one")]
     assert [sampling.seed for _, sampling in generator.seen] == 2 * [generator.seen[0][1].seed]
     assert "".join(map(chr, turn.token_ids)) == 3 * "0" + 5 * "1"
     assert turn.text == 3 * "0"
@@ -167,9 +167,9 @@ async def test_a_completion_that_kills_engines_costs_only_its_episode() -> None:
     executor = rollouts(generator=generator, environment=environment)
     batch = await executor.next_batch()
     assert [group.task.id for group in batch.groups] == ["4", "2", "3"]
-    found = executor.metrics()
-    assert found["groups/replaced_failed"] == 1
-    assert 1 <= found["outcomes/infrastructure_error"] <= 4
+    metrics = executor.metrics()
+    assert metrics["groups/replaced_failed"] == 1
+    assert 1 <= metrics["outcomes/infrastructure_error"] <= 4
     poisoned = sum(prompt == (ord("1"),) for prompt, _ in generator.seen)
     assert poisoned <= 3 * 4, "an episode is not run again"
     await executor.close()

@@ -61,17 +61,17 @@ def ranks(task: Task, episodes: Sequence[Episode]) -> list[float]:
 
 
 async def test_a_group_reward_gets_all_episodes_once_they_have_ended() -> None:
-    seen: list[int] = []
+    group_sizes: list[int] = []
     ended: list[Episode] = []
 
     def counting(task: Task, episodes: Sequence[Episode]) -> list[float]:
-        seen.append(len(episodes))
+        group_sizes.append(len(episodes))
         assert all(episode.score is None for episode in episodes)
         return ranks(task, episodes)
 
     executor = rollouts(reward=StagedReward(counting, "group"), on_episode=ended.append)
     batch = await executor.next_batch()
-    assert seen == [4, 4, 4]
+    assert group_sizes == [4, 4, 4]
     assert [sorted(group.rewards) for group in batch.groups] == [[0, 1, 2, 3]] * 3
     assert sorted(episode.reward for episode in ended) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
@@ -149,8 +149,8 @@ async def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so()
     assert not coming.done()
     assert not executor._running
     assert executor.waiting_for() == "the reward to work again, or another one, as all scores fail"
-    (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
-    assert "KeyError: 'answer'" in told
+    (warning,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
+    assert "KeyError: 'answer'" in warning
     (unscored,) = executor.samples()
     assert unscored[-1].outcome is Outcome.JUDGE_ERROR
     reward.broken = False

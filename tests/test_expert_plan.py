@@ -20,29 +20,29 @@ def test_each_row_is_computed_once_and_ranks_are_even(ranks: int, experts: int, 
     assert totals.max() <= 1.1 * totals.mean()
     for loans in plan.rounds:  # one expert borrowed and one lent at a time
         assert len({loan.borrower for loan in loans}) == len({loan.owner for loan in loans}) == len(loans)
-    own = np.kron(np.eye(ranks, dtype=bool), np.ones(experts // ranks, dtype=bool))
+    is_local = np.kron(np.eye(ranks, dtype=bool), np.ones(experts // ranks, dtype=bool))
     lent = {(loan.borrower, loan.expert) for loans in plan.rounds for loan in loans}
-    assert lent == set(zip(*np.nonzero(plan.rows * ~own), strict=True))
+    assert lent == set(zip(*np.nonzero(plan.rows * ~is_local), strict=True))
 
     # Rows that are labelled (rank, expert, number) meet again where they belong.
-    found = [routes(plan, counts, rank) for rank in range(ranks)]
+    rank_routes = [routes(plan, counts, rank) for rank in range(ranks)]
     labels = [[(rank, e, i) for e in range(experts) for i in range(counts[rank, e])] for rank in range(ranks)]
-    sent = [_take(labels[rank], found[rank].sent_blocks) for rank in range(ranks)]
-    seen: set[tuple[int, int, int]] = set()
-    for rank, route in enumerate(found):
-        came = []
+    sent_labels = [_take(labels[rank], rank_routes[rank].sent_blocks) for rank in range(ranks)]
+    computed_rows: set[tuple[int, int, int]] = set()
+    for rank, route in enumerate(rank_routes):
+        arrivals = []
         for source in range(ranks):
-            first = sum(found[source].send[:rank])
-            came += sent[source][first : first + found[source].send[rank]]
-            assert found[source].send[rank] == route.receive[source]
-        rows = _take(came, route.computed_blocks)
-        seen |= set(rows)
-        borrowed = [next((loan.expert for loan in each if loan.borrower == rank), -1) for each in plan.rounds]
+            first = sum(rank_routes[source].send[:rank])
+            arrivals += sent_labels[source][first : first + rank_routes[source].send[rank]]
+            assert rank_routes[source].send[rank] == route.receive[source]
+        rows = _take(arrivals, route.computed_blocks)
+        computed_rows |= set(rows)
+        borrowed = [next((loan.expert for loan in loans if loan.borrower == rank), -1) for loans in plan.rounds]
         mine = [*range(rank * (experts // ranks), (rank + 1) * (experts // ranks)), *borrowed]
         sizes = [*route.local_rows, *route.borrowed_rows]
         expected = [expert for expert, size in zip(mine, sizes, strict=True) for _ in range(size)]
         assert [label[1] for label in rows] == expected
-    assert len(seen) == counts.sum()
+    assert len(computed_rows) == counts.sum()
 
 
 def _take(rows: list[tuple[int, int, int]], blocks: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int, int]]:
@@ -58,4 +58,4 @@ def test_even_ranks_and_empty_ones_lend_nothing():
 def test_a_hot_expert_is_shared_by_hand():
     plan = plan_experts(np.array([60, 20, 10, 10]), ranks=2)
     assert plan.rows.tolist() == [[30, 20, 0, 0], [30, 0, 10, 10]]
-    assert [[(loan.expert, loan.owner, loan.borrower) for loan in each] for each in plan.rounds] == [[(0, 0, 1)]]
+    assert [[(loan.expert, loan.owner, loan.borrower) for loan in loans] for loans in plan.rounds] == [[(0, 0, 1)]]

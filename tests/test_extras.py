@@ -52,7 +52,7 @@ def test_a_feature_whose_package_is_missing_names_the_extra_in_one_line(
         use()
     assert caught.value.hint == f"pip install 'forge_rl[{extra}]'"
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    assert package in {re.split(r"[>=<]", each)[0].replace("-", "_") for each in listed}
+    assert package in {re.split(r"[>=<]", requirement)[0].replace("-", "_") for requirement in listed}
 
 
 def test_a_run_without_optional_packages_reaches_its_end(

@@ -52,21 +52,21 @@ def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FREED], env=os.environ | train_environment(1), capture_output=True, text=True, check=True
     )
-    large, kept, roomy, short = map(int, done.stdout.split())
+    large, kept_bytes, roomy, short = map(int, done.stdout.split())
     assert large < 50, "one block of 256 MiB would leave a gap"
-    assert kept > 200, "32 blocks of 8 MiB stay in the heap, where the next step takes them"
+    assert kept_bytes > 200, "32 blocks of 8 MiB stay in the heap, where the next step takes them"
     assert roomy > 200
     assert short < 50
 
 
 def test_a_trainer_frees_a_steps_memory_before_engines_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(train, "release_memory", lambda: seen.append("release"))
-    monkeypatch.setattr(train, "published_shards", lambda model, ranks: seen.extend([model, ranks]))
+    calls: list[str] = []
+    monkeypatch.setattr(train, "release_memory", lambda: calls.append("release"))
+    monkeypatch.setattr(train, "published_shards", lambda model, ranks: calls.extend([model, ranks]))
     stage = SimpleNamespace(ranks="ranks")
-    trainer: Any = SimpleNamespace(onload=lambda: seen.append("onload"), model="model", _stage=stage)
+    trainer: Any = SimpleNamespace(onload=lambda: calls.append("onload"), model="model", _stage=stage)
     train.TitanEngine.local_shards(trainer)
-    assert seen == ["onload", "release", "model", "ranks"]
+    assert calls == ["onload", "release", "model", "ranks"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM compiles")
@@ -87,17 +87,17 @@ def test_an_engine_asks_for_a_gpu_by_its_name_in_the_inherited_list(
 ) -> None:
     monkeypatch.setattr(factory, "device_type", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = [decode_environment(place, replicas=2) for place in range(2)]
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == names
-    assert all(env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" for env in found)
+    environments = [decode_environment(place, replicas=2) for place in range(2)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == names
+    assert all(env["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" for env in environments)
 
 
 def test_an_engine_of_several_gpus_has_those_after_its_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "device_type", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-9")
     gpus = ("2", "3", "4", "5", "6", "GPU-9")
-    found = [decode_environment(place, replicas=3, devices=2, gpus=gpus) for place in range(3)]
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["2,3", "4,5", "6,GPU-9"]
+    environments = [decode_environment(place, replicas=3, devices=2, gpus=gpus) for place in range(3)]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["2,3", "4,5", "6,GPU-9"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

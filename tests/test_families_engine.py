@@ -69,11 +69,13 @@ def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: st
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:] + ended.stdout[-2000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["version"] == 1
-    most, least_changed = (1, 300) if dtype == "float32" else (2, 20)  # bfloat16 rounds elsewhere than in transformers
-    assert found["changed"] > least_changed, "the two versions must differ for this to be a test"
-    assert bool(found["expert_mistakes"]) == (family in ("qwen3_moe", "gpt_oss"))
-    for mistake, error in found["expert_mistakes"].items():
+    gaps = json.loads(ended.stdout.splitlines()[-1])
+    assert gaps["version"] == 1
+    max_gap, least_changed = (
+        (1, 300) if dtype == "float32" else (2, 20)
+    )  # bfloat16 rounds elsewhere than in transformers
+    assert gaps["changed"] > least_changed, "the two versions must differ for this to be a test"
+    assert bool(gaps["expert_mistakes"]) == (family in ("qwen3_moe", "gpt_oss"))
+    for mistake, error in gaps["expert_mistakes"].items():
         assert error.endswith(f"tensors differ: {mistake.partition(', ')[0]}"), (mistake, error)
-    assert max(found["started"], found["loaded"]) < most, found
+    assert max(gaps["started"], gaps["loaded"]) < max_gap, gaps

@@ -30,12 +30,12 @@ def steps_to_writer(parents: dict[str, str], host: str) -> int:
 def test_at_most_two_copies_leave_the_writer_and_the_way_is_short(hosts: int, count: int):
     fanout = Fanout(hosts + 1)
     placed = {f"h{i}": set(fanout.join(f"h{i}", buckets(count)).values()) for i in range(hosts)}
-    parents = {host: of.pop() for host, of in placed.items()}
+    parents = {host: parents_of_host.pop() for host, parents_of_host in placed.items()}
     assert not any(placed.values()), "a host copies all of a version from one other"
-    most = most_children(hosts, count)
-    assert max(Counter(parents.values()).values()) <= most
+    max_children = most_children(hosts, count)
+    assert max(Counter(parents.values()).values()) <= max_children
     longest = max(steps_to_writer(parents, host) for host in parents)
-    assert longest == (hosts if most == 1 else math.ceil(math.log2(hosts + 2)) - 1)
+    assert longest == (hosts if max_children == 1 else math.ceil(math.log2(hosts + 2)) - 1)
     assert fanout.join("h0", buckets(count)) == dict.fromkeys((b.key for b in buckets(count)), parents["h0"])
 
 
@@ -78,12 +78,12 @@ def test_whoever_fails_nobody_waits_in_a_circle(events: list[tuple[int, set[int]
     parents: dict[str, str] = {}
     for number, failed in events:
         host = f"h{number}"
-        names = {f"h{each}" for each in failed - {number} if f"h{each}" in parents}
+        names = {f"h{number_failed}" for number_failed in failed - {number} if f"h{number_failed}" in parents}
         (parents[host],) = set(fanout.join(host, buckets(count), failed=names).values())
         assert parents[host] not in names
-        at, seen = host, {host}
-        while at in parents:  # a parent that was passed over may still be waited for, but leads on as well
-            at = parents[at]
-            assert at not in seen
-            seen.add(at)
-        assert at == "w"
+        ancestor, ancestors = host, {host}
+        while ancestor in parents:  # a parent that was passed over may still be waited for, but leads on as well
+            ancestor = parents[ancestor]
+            assert ancestor not in ancestors
+            ancestors.add(ancestor)
+        assert ancestor == "w"

@@ -59,11 +59,11 @@ def test_nothing_outside_of_the_folder_can_be_reached(tmp_path: Path):
     os.mkfifo(inside / "pipe")
     folder = FolderServer(inside)
     for name in ("../secret", "/etc/passwd", "link", "up/secret", "", ".", "a\0b", "pipe", "nothing", "none/of/it"):
-        for what in ("size", "read", "write", "rename"):
-            asked = FileRequest(action=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
-            if what in ("write", "rename") and name in ("nothing", "pipe", "link"):
+        for action in ("size", "read", "write", "rename"):
+            request = FileRequest(action=action, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
+            if action in ("write", "rename") and name in ("nothing", "pipe", "link"):
                 continue
-            assert isinstance(folder.answer(asked), OSError), (what, name)
+            assert isinstance(folder.answer(request), OSError), (action, name)
     assert isinstance(folder.answer(FileRequest(action="write", name="link", data=b"y")), OSError)
     assert isinstance(folder.answer(FileRequest(action="write", name="pipe", data=b"y")), OSError)
     assert isinstance(folder.answer(FileRequest(action="rename", name="link", to="../taken")), OSError)
@@ -100,20 +100,20 @@ def test_a_model_is_copied_once_and_again_if_its_copy_is_damaged(tmp_path: Path)
 
         return copy_of(contents, opening, cache)
 
-    made = copy()
-    assert {path.name for path in made.iterdir()} == {"config.json", "model.safetensors"}
+    local_copy = copy()
+    assert {path.name for path in local_copy.iterdir()} == {"config.json", "model.safetensors"}
     assert sorted(opened) == ["config.json", "model.safetensors"]
-    assert copy() == made
+    assert copy() == local_copy
     assert len(opened) == 2, "it is there"
-    (made / "config.json").write_text("{}")
-    assert copy() == made
-    assert json.loads((made / "config.json").read_text()) == {"a": 1}
+    (local_copy / "config.json").write_text("{}")
+    assert copy() == local_copy
+    assert json.loads((local_copy / "config.json").read_text()) == {"a": 1}
     (source / "config.json").write_text("{}")
-    (made / "config.json").unlink()
+    (local_copy / "config.json").unlink()
     with pytest.raises(ModelError, match="changed while it was copied"):
         copy()
     names = {path.name for path in (cache / "copies").iterdir()}
-    assert names == {made.name, f".{made.name}.lock"}, "nothing half is left"
+    assert names == {local_copy.name, f".{local_copy.name}.lock"}, "nothing half is left"
 
 
 def test_hosts_that_share_a_disk_copy_a_model_once(tmp_path: Path):
@@ -137,26 +137,26 @@ def test_hosts_that_share_a_disk_copy_a_model_once(tmp_path: Path):
 
 
 def test_logs_of_another_host_are_appended_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    there, here = tmp_path / "there", tmp_path / "here"
-    there.mkdir()
-    here.mkdir()
-    monkeypatch.setattr(host_logs.tempfile, "gettempdir", lambda: str(there))
-    gathered = GatheredLogs(here)
+    far_folder, local_folder = tmp_path / "there", tmp_path / "here"
+    far_folder.mkdir()
+    local_folder.mkdir()
+    monkeypatch.setattr(host_logs.tempfile, "gettempdir", lambda: str(far_folder))
+    gathered = GatheredLogs(local_folder)
     gathered.expect("a", "trainer-0.log")
-    taken = gathered.take("a", {})
+    output = gathered.take("a", {})
 
     def say(text: str) -> None:
         fd = open_log(own_logs(gathered.name) / "trainer-0.log")
         os.write(fd, text.encode())
         os.close(fd)
 
-    assert new_output(gathered.name, taken) == {}
+    assert new_output(gathered.name, output) == {}
     for text in ("one\n", "two\n", "x" * 3_000_000):
         say(text)
-        while found := new_output(gathered.name, taken):
-            taken = gathered.take("a", found)
-    assert (here / "trainer-0.log").read_text() == "one\ntwo\n" + "x" * 3_000_000
+        while new_text := new_output(gathered.name, output):
+            output = gathered.take("a", new_text)
+    assert (local_folder / "trainer-0.log").read_text() == "one\ntwo\n" + "x" * 3_000_000
     gathered.take("a", {"../evil.log": b"x", "other.log": b"x"})
     gathered.take("b", {"trainer-0.log": b"x"})
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"trainer-0.log"}
-    assert (here / "trainer-0.log").stat().st_size == 8 + 3_000_000
+    assert (local_folder / "trainer-0.log").stat().st_size == 8 + 3_000_000

@@ -111,17 +111,17 @@ def draw(source: Source, count: int) -> list[Task]:
 @pytest.mark.parametrize("name", KINDS)
 def test_each_file_kind_gives_rows_once_an_epoch_and_resumes(name: str, tmp_path: Path, small_blocks: None) -> None:
     path = KINDS[name](tmp_path / name, rows(60))
-    whole = source(path, seed=3)
+    whole_table = source(path, seed=3)
     drawn, states = [], []
     for _ in range(130):
-        states.append(json.loads(json.dumps(whole.state())))
-        drawn.append(whole.draw())
+        states.append(json.loads(json.dumps(whole_table.state())))
+        drawn.append(whole_table.draw())
     texts = questions(drawn)
     expected = questions([Columns().read(row, "t")[0] for row in rows(60)])
     assert sorted(texts[:60]) == sorted(texts[60:120]) == sorted(expected)
     assert texts[:60] != texts[60:120]
     assert [str(task.truth["answer"]) for task in drawn] == [str(int(text.split()[2]) + 1) for text in texts]
-    assert int(whole.epoch) == 2
+    assert int(whole_table.epoch) == 2
     for stopped in (0, 1, 13, 59, 60, 61, 100, 119, 129):
         resumed = source(path, seed=3)
         resumed.restore(states[stopped])
@@ -136,7 +136,7 @@ def test_a_compressed_file_is_copied_once_within_the_free_space(
     path = write(tmp_path / name, rows(30))
 
     def copies() -> list[tuple[str, int]]:
-        return sorted((each.name, each.stat().st_mtime_ns) for each in (tmp_path / "cache").glob("[!.]*"))
+        return sorted((entry.name, entry.stat().st_mtime_ns) for entry in (tmp_path / "cache").glob("[!.]*"))
 
     assert len(set(questions(draw(source(path), 30)))) == 30
     (first,) = copies()
@@ -204,8 +204,10 @@ def test_held_out_tasks_are_never_drawn_under_any_seed_or_wording(tmp_path: Path
     shouted = write_jsonl(
         tmp_path / "b.jsonl", [{**row, "question": f"  {str(row['question']).upper()}"} for row in rows(200)]
     )
-    asked = source(shouted, share=0.2, columns=Columns(instruction=" Think.", system="Be brief.")).held_out(1000)
-    assert {task.truth["answer"] for task in asked} == {task.truth["answer"] for task in held_out}
+    instructed_tasks = source(shouted, share=0.2, columns=Columns(instruction=" Think.", system="Be brief.")).held_out(
+        1000
+    )
+    assert {task.truth["answer"] for task in instructed_tasks} == {task.truth["answer"] for task in held_out}
 
 
 def test_a_few_tasks_of_which_none_is_held_out_are_trained_on_all_the_same(tmp_path: Path) -> None:
@@ -215,8 +217,8 @@ def test_a_few_tasks_of_which_none_is_held_out_are_trained_on_all_the_same(tmp_p
 
 
 def test_rows_of_one_problem_in_other_words_are_held_out_together(tmp_path: Path) -> None:
-    found = [{"question": f"{words} {n}", "n": n} for n in range(60) for words in ("What is", "Compute", "Give")]
-    path = write_jsonl(tmp_path / "a.jsonl", found)
+    file_rows = [{"question": f"{words} {n}", "n": n} for n in range(60) for words in ("What is", "Compute", "Give")]
+    path = write_jsonl(tmp_path / "a.jsonl", file_rows)
     by_words, by_problem = (source(path, share=0.3, columns=Columns(problem=column)) for column in ("", "n"))
     assert {t.truth["n"] for t in by_words.held_out(500)} & {t.truth["n"] for t in draw(by_words, 100)}
     assert not {t.truth["n"] for t in by_problem.held_out(500)} & {t.truth["n"] for t in draw(by_problem, 150)}
@@ -245,10 +247,10 @@ def test_the_state_of_another_seed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    found = source(write_jsonl(tmp_path / "a.jsonl", rows(30)))
+    table = source(write_jsonl(tmp_path / "a.jsonl", rows(30)))
     write_jsonl(tmp_path / "a.jsonl", rows(20))
     with pytest.raises(TaskError, match="changed while it was being read"):
-        found.draw()
+        table.draw()
 
 
 def build(*tasks: str, eval_tasks: tuple[str, ...] = (), **data: object) -> Mixture:

@@ -83,9 +83,9 @@ def test_bad_rows_are_passed_over_and_counted_up_to_their_share(tmp_path: Path) 
     lines[17] = "{"
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines))
-    found = source(path, bad=0.01)
-    assert len(set(questions(draw(found, 99)))) == 99
-    assert found.bad_rows == 1
+    table = source(path, bad=0.01)
+    assert len(set(questions(draw(table, 99)))) == 99
+    assert table.bad_rows == 1
     with pytest.raises(TaskError, match="line 18: the row is not JSON"):
         draw(source(path), 99)
 

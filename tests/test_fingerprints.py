@@ -36,7 +36,7 @@ def reference(values: torch.Tensor, shape: tuple[int, ...], tensor_slice: Tensor
     raw = bytes(values.detach().contiguous().view(-1).view(torch.uint8).tolist())
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     row = (tensor_slice.size[-1] if tensor_slice.size else 1) * size
-    words, at = {}, 0
+    words, position = {}, 0
     for index in itertools.product(*(range(n) for n in tensor_slice.size[:-1])):
         first = (
             sum((i + a) * step for i, a, step in zip((*index, 0), tensor_slice.start, strides, strict=True))
@@ -45,9 +45,9 @@ def reference(values: torch.Tensor, shape: tuple[int, ...], tensor_slice: Tensor
         )
         for offset in range(0, row, word):
             assert (first * size + offset) % word == 0
-            number = int.from_bytes(raw[at : at + word], "little", signed=values.dtype != torch.uint8)
+            number = int.from_bytes(raw[position : position + word], "little", signed=values.dtype != torch.uint8)
             words[(first * size + offset) // word] = number
-            at += word
+            position += word
     return formula(words)
 
 
@@ -86,18 +86,18 @@ def test_a_tensor_without_dims_has_a_fingerprint():
 @given(shape=shapes(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_fingerprints_follow_the_formula_and_add_up_over_any_tiling(shape, dtype, seed, data):
-    whole = random_tensor(shape, dtype, seed)
+    full_tensor = random_tensor(shape, dtype, seed)
     slices = data.draw(tilings(shape, step=step_of(shape, dtype)))
     parts = []
     for tensor_slice in slices:
-        values = tensor_slice.of(whole)
+        values = tensor_slice.of(full_tensor)
         parts.append(fingerprint(values, shape, tensor_slice))
         assert (
             parts[-1]
             == reference(values, shape, tensor_slice)
             == int(_by_torch([values], shape, tensor_slice)) % (1 << 64)
         )
-    assert combine(parts) == fingerprint(whole, shape)
+    assert combine(parts) == fingerprint(full_tensor, shape)
 
 
 def test_the_torch_loop_goes_on_where_its_last_chunk_ended(monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +139,7 @@ def test_blocks_of_any_layout_are_copied_cast_and_fingerprinted(
     shape, published, held, pad, shift, transposed, task_words, data
 ):
     slices = data.draw(tilings(shape, step=step_of(shape, published)))
-    whole = torch.randn(shape).to(held)
+    full_tensor = torch.randn(shape).to(held)
     target = torch.full(shape, -7.0).to(published)
     moves = []
     for tensor_slice in slices:
@@ -149,15 +149,15 @@ def test_blocks_of_any_layout_are_copied_cast_and_fingerprinted(
         around = torch.cat([torch.zeros(shift, dtype=held), around])[shift:].view([n + pad for n in sizes])
         source = TensorSlice((0,) * len(sizes), sizes).of(around)
         source = source.permute(*reversed(range(len(sizes)))) if transposed else source
-        source.copy_(tensor_slice.of(whole))
+        source.copy_(tensor_slice.of(full_tensor))
         moves.append(Move(tensor_slice.of(target), source, shape, tensor_slice))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TASK_WORDS", task_words)
         patch.setattr(torch, "get_num_threads", lambda: 2)
-        found = move(moves)
-    assert torch.equal(target, whole.to(published))
-    assert found == [reference(tensor_slice.of(target), shape, tensor_slice) for tensor_slice in slices]
-    assert combine(found) == fingerprint(target, shape)
+        fingerprints = move(moves)
+    assert torch.equal(target, full_tensor.to(published))
+    assert fingerprints == [reference(tensor_slice.of(target), shape, tensor_slice) for tensor_slice in slices]
+    assert combine(fingerprints) == fingerprint(target, shape)
 
 
 @pytest.mark.parametrize("published", PUBLISHED)
@@ -191,10 +191,10 @@ def test_special_values_are_cast_as_torch_casts_them(shape: tuple[int, int]):
     values = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-40, -1e-45, 0.0, -0.0, 1.0])
     source = values.repeat(13)[: math.prod(shape)].view(shape)
     target = torch.zeros(shape, dtype=torch.bfloat16)
-    (found,) = move([Move(target, source, shape, TensorSlice.whole(shape))])
+    (digest,) = move([Move(target, source, shape, TensorSlice.whole(shape))])
     assert torch.equal(target.isnan(), source.isnan())
     assert torch.equal(target.nan_to_num(7).view(torch.int16), source.bfloat16().nan_to_num(7).view(torch.int16))
-    assert found == reference(target, shape, TensorSlice.whole(shape))
+    assert digest == reference(target, shape, TensorSlice.whole(shape))
 
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
@@ -202,40 +202,40 @@ def test_what_needs_a_gradient_or_is_expanded_is_moved_too(held: torch.dtype):
     shape = (4, 32)
     weight = torch.nn.Parameter(torch.randn(1, 32).to(held))
     target = torch.zeros(shape, dtype=torch.bfloat16)
-    (found,) = move([Move(target, weight.detach().expand(4, 32), shape, TensorSlice.whole(shape))])
+    (digest,) = move([Move(target, weight.detach().expand(4, 32), shape, TensorSlice.whole(shape))])
     assert torch.equal(target, weight.detach().bfloat16().expand(4, 32))
-    assert found == fingerprint(target, shape)
+    assert digest == fingerprint(target, shape)
     assert fingerprint(weight, (1, 32)) == fingerprint(weight.detach(), (1, 32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(8, 64), (7, 3), (100,)])
 def test_any_changed_byte_is_noticed(dtype: torch.dtype, shape: tuple[int, ...]):
-    whole = random_tensor(shape, dtype, 2)
-    before = fingerprint(whole, shape)
-    raw = whole.view(-1).view(torch.uint8)
-    for at in range(0, len(raw), 7):
-        raw[at] ^= 1 << at % 8
-        assert fingerprint(whole, shape) != before
-        raw[at] ^= 1 << at % 8
-    assert fingerprint(whole, shape) == before
+    tensor = random_tensor(shape, dtype, 2)
+    before = fingerprint(tensor, shape)
+    raw = tensor.view(-1).view(torch.uint8)
+    for offset in range(0, len(raw), 7):
+        raw[offset] ^= 1 << offset % 8
+        assert fingerprint(tensor, shape) != before
+        raw[offset] ^= 1 << offset % 8
+    assert fingerprint(tensor, shape) == before
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(8, 64), (7, 3)])
 def test_swapped_and_shifted_values_are_noticed(dtype: torch.dtype, shape: tuple[int, int]):
-    whole = random_tensor(shape, dtype, 3)
+    tensor = random_tensor(shape, dtype, 3)
     rows = [1, 0, *range(2, shape[0])]
-    flat = whole.view(-1)
-    seen = [
-        whole,
-        whole.roll(1, 0),
-        whole[rows],
+    flat = tensor.view(-1)
+    variants = [
+        tensor,
+        tensor.roll(1, 0),
+        tensor[rows],
         flat.roll(1).view(shape),
         flat.roll(16).view(shape),
-        whole.flip(1),
+        tensor.flip(1),
     ]
-    assert len({fingerprint(values, shape) for values in seen}) == len(seen)
+    assert len({fingerprint(values, shape) for values in variants}) == len(variants)
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (7, 3)])
@@ -261,9 +261,9 @@ def test_a_block_that_begins_or_ends_within_a_word_is_refused(tensor_slice: Tens
 
 
 def test_a_target_on_another_device_is_written_by_torch():
-    values, whole = torch.randn(64, 32).bfloat16(), TensorSlice.whole((64, 32))
+    values, full_slice = torch.randn(64, 32).bfloat16(), TensorSlice.whole((64, 32))
     target = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")  # has no address: the kernels would crash
-    assert move([Move(target, values, (64, 32), whole)]) == [fingerprint(values, (64, 32))]
+    assert move([Move(target, values, (64, 32), full_slice)]) == [fingerprint(values, (64, 32))]
 
 
 class _Operations(TorchDispatchMode):

@@ -74,9 +74,9 @@ def test_files_of_runs_are_written_whole() -> None:
         )
         for path in (ROOT / "forge_rl" / package).rglob("*.py")
     ]
-    found = {
+    torn_names = {
         str(path.relative_to(ROOT)): count
         for path in places
         if (count := len(re.findall(r"\.write_(?:text|bytes)\(", path.read_text())))
     }
-    assert found == TORN
+    assert torn_names == TORN

@@ -124,15 +124,16 @@ def test_times_are_the_slower_of_arithmetic_and_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hold no sequence"):
         rollout_times(dense, settings, many, device, engines=1, cache_bytes=147_456, use=use)
     train = TrainSettings(dtype="bfloat16", seq_len=4096)
-    one = train_times(dense, train, many, device, spread=Spread(ranks=1, per_host=8), use=use)
+    one_rank = train_times(dense, train, many, device, spread=Spread(ranks=1, per_host=8), use=use)
     tokens = 64 + 51_200
     products = 6 * (6_945_767_424 * tokens + 622_329_856 * 51_200)
     attention = 3 * 51_200 * 36 * 4 * 32 * 128 * 51
     seconds = (products / use.training + attention / use.attention) / 989e12
-    assert one.parts["arithmetic"] == pytest.approx(seconds / 0.9, rel=1e-3)
-    assert one.parts["optimizer"] == pytest.approx(28 * dense.weights / (3350e9 * use.memory))
+    assert one_rank.parts["arithmetic"] == pytest.approx(seconds / 0.9, rel=1e-3)
+    assert one_rank.parts["optimizer"] == pytest.approx(28 * dense.weights / (3350e9 * use.memory))
     near, far = (
-        train_times(dense, train, many, device, spread=Spread(ranks=16, per_host=each), use=use) for each in (16, 8)
+        train_times(dense, train, many, device, spread=Spread(ranks=16, per_host=ranks_per_host), use=use)
+        for ranks_per_host in (16, 8)
     )
     assert far.parts["links of FSDP beyond arithmetic"] > near.parts["links of FSDP beyond arithmetic"]
 
@@ -214,20 +215,20 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     assert device_type() == "cpu", "only planning assumes GPUs"
     assert config.trainer.seq_len == 0, "flags have the defaults of CUDA"
     machines = on(config)
-    found = search(config, read_policy(tmp_path, reference=False, values=False), machines)
-    trainer, generator = found.config.trainer, found.config.generator
+    plan = search(config, read_policy(tmp_path, reference=False, values=False), machines)
+    trainer, generator = plan.config.trainer, plan.config.generator
     assert (trainer.ranks, generator.replicas * generator.devices) == (128, 128)
-    assert found.shares_devices
-    where = {who: place for who, place, _ in placed(found, machines)}
+    assert plan.shares_devices
+    where = {who: place for who, place, _ in placed(plan, machines)}
     assert where["trainer ranks"] == where["engines"] == "host 0, device 0 to host 15, device 7"
     with assumed_gpus(128, machines.device.memory):
-        again = parse(Config, "grpo", [word for flag in flags(found) for word in flag.split()])
+        config_of_flags = parse(Config, "grpo", [word for flag in flags(plan) for word in flag.split()])
         assert gpus() == 128
-        assert again.trainer == trainer, "the flags that are shown make this layout"
-        small = replace(found, config=replace(found.config, trainer=replace(trainer, optimizer_state="int8")))
-        assert set(flags(small)) - set(flags(found)) == {"--trainer.optimizer-state int8"}
+        assert config_of_flags.trainer == trainer, "the flags that are shown make this layout"
+        small = replace(plan, config=replace(plan.config, trainer=replace(trainer, optimizer_state="int8")))
+        assert set(flags(small)) - set(flags(plan)) == {"--trainer.optimizer-state int8"}
     show_forecast(config)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in (
         "16 hosts of 8xH100-80G",
         "keys and values",
@@ -236,7 +237,7 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
         "data sheet",
         "and load",
     ):
-        assert text in shown
+        assert text in output
 
 
 def test_a_tensor_parallel_degree_that_the_search_chose_is_compared_with_none(tmp_path: Path) -> None:
@@ -273,10 +274,10 @@ def test_an_example_fits_the_machine_that_it_names(path: Path, tmp_path: Path) -
 
 def test_separate_devices_overlap_where_the_schedule_does(tmp_path: Path) -> None:
     config = planned(written(tmp_path, SMALL), "--on", "4xA100-40G", "--schedule.kind", "asynchronous")
-    found = search(config, read_policy(tmp_path, reference=False, values=False), on(config))
-    trainer, generator = found.config.trainer, found.config.generator
+    plan = search(config, read_policy(tmp_path, reference=False, values=False), on(config))
+    trainer, generator = plan.config.trainer, plan.config.generator
     assert trainer.ranks + generator.replicas * generator.devices == 4
-    assert found.step_s == max(found.rollout.seconds, found.train.seconds) + found.publish.seconds
+    assert plan.step_s == max(plan.rollout.seconds, plan.train.seconds) + plan.publish.seconds
 
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
@@ -293,10 +294,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     config = planned(written(tmp_path, shape | {"num_key_value_heads": 8}), "--on", "1xL4-24G")
     with pytest.raises(ConfigError, match=r"a host needs .* GiB .* and has 48"):
         show_forecast(config)
-    shown = capsys.readouterr().out
-    assert "1xL4-24G cannot hold this run: a host needs" in shown
-    assert "would fit: 8 hosts of 1xL4-24G" in shown
-    assert "would fit: 1xA100-40G" in shown
+    output = capsys.readouterr().out
+    assert "1xL4-24G cannot hold this run: a host needs" in output
+    assert "would fit: 8 hosts of 1xL4-24G" in output
+    assert "would fit: 1xA100-40G" in output
 
 
 @pytest.mark.parametrize(
@@ -342,9 +343,9 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         written(tmp_path, SMALL), "--on", "local", "--generator.max-model-len", "256", "--loss", "clipped:kl_coef=0.1"
     )
     show_forecast(config)
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for text in ("measured now", "frozen reference", "prompts of 240 tokens, answers"):
-        assert text in shown
+        assert text in output
 
 
 def test_this_machines_gpus_are_planned_as_gpus(

@@ -65,11 +65,11 @@ def test_length_adaptive_lambda_is_each_episodes_own_and_never_negative():
 def test_advantages_are_whitened_over_all_tokens_but_not_targets():
     values, rewards = random_arrays([3, 9, 1])
     plain, targets = gae(values, rewards, GaeConfig(whiten=False))
-    white, same = gae(values, rewards)
+    white, returns = gae(values, rewards)
     tokens = np.concatenate(plain).astype(np.float64)
     expected = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(np.concatenate(white), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(np.concatenate(same), np.concatenate(targets))
+    np.testing.assert_array_equal(np.concatenate(returns), np.concatenate(targets))
 
 
 @pytest.mark.parametrize("episodes", [1, 3, 7])
@@ -90,8 +90,8 @@ def test_verls_loop_over_a_mask_of_observations_gives_the_same():
             carried = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.7 * carried
             following = values[t]
         expected[t] = carried
-    found, _ = gae([values[mask]], [rewards[mask]], GaeConfig(gamma=0.9, lambda_policy=0.7, whiten=False))
-    np.testing.assert_allclose(found[0], expected[mask], rtol=1e-5)
+    advantages, _ = gae([values[mask]], [rewards[mask]], GaeConfig(gamma=0.9, lambda_policy=0.7, whiten=False))
+    np.testing.assert_allclose(advantages[0], expected[mask], rtol=1e-5)
 
 
 def test_tensors_serve_as_arrays_and_no_gradient_leaves():

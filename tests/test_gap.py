@@ -26,17 +26,17 @@ def test_a_gap_is_found_where_it_was_put():
     old = replace(laid, version=5, minibatches=(replace(laid.minibatches[0], rows=tuple(lagging)),))
     report = explain((laid, scored), (old, scored), [1e-7, 3e-6])
     groups = zip("ab", batch_of_sources().groups, strict=True)
-    tokens = {name: sum(len(each.turns[0].token_ids) for each in group.episodes) for name, group in groups}
-    assert [(each.name, each.tokens) for each in report.tables["source"]] == list(tokens.items())
-    np.testing.assert_allclose([each.mean for each in report.tables["source"]], [0.001, 0.5], rtol=1e-4)
+    tokens = {name: sum(len(episode.turns[0].token_ids) for episode in group.episodes) for name, group in groups}
+    assert [(row.name, row.tokens) for row in report.tables["source"]] == list(tokens.items())
+    np.testing.assert_allclose([row.mean for row in report.tables["source"]], [0.001, 0.5], rtol=1e-4)
     assert report.fresh.tokens == sum(tokens.values())
     np.testing.assert_allclose(report.fresh.max, 0.5, rtol=1e-6)
-    assert sum(each.tokens for each in report.tables["position"]) == report.fresh.tokens
-    assert sum(each.tokens for each in report.tables["probability"]) == report.fresh.tokens
-    assert [(each.name, each.tokens) for each in report.tables["lag"]] == [("2", report.fresh.tokens)]
-    shown = repr(report)
-    assert "by source" in shown
-    assert shown.index("3.00e-06") < shown.index("1.00e-07"), "the worst layer comes first"
+    assert sum(row.tokens for row in report.tables["position"]) == report.fresh.tokens
+    assert sum(row.tokens for row in report.tables["probability"]) == report.fresh.tokens
+    assert [(row.name, row.tokens) for row in report.tables["lag"]] == [("2", report.fresh.tokens)]
+    text = repr(report)
+    assert "by source" in text
+    assert text.index("3.00e-06") < text.index("1.00e-07"), "the worst layer comes first"
 
 
 def test_experts_with_the_largest_gap_come_first():

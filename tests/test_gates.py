@@ -18,14 +18,14 @@ BY_GROUP = [ROWS[0], [0.0] * 4, ROWS[2]]
 
 @pytest.mark.parametrize(("by", "expected"), [("episode", BY_EPISODE), ("group", BY_GROUP)])
 def test_small_advantages_become_zero_by_episode_or_by_group(by: Any, expected: list[list[float]]) -> None:
-    given = torch.tensor(ROWS)
-    found = gate_advantages(given, least=0.2, by=by)
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=0)
-    assert given.tolist() == torch.tensor(ROWS).tolist()
+    advantages = torch.tensor(ROWS)
+    gated_advantages = gate_advantages(advantages, least=0.2, by=by)
+    torch.testing.assert_close(gated_advantages, torch.tensor(expected), rtol=0, atol=0)
+    assert advantages.tolist() == torch.tensor(ROWS).tolist()
     tokens = [[np.array([0.0, value, value / 2], np.float32) for value in row] for row in ROWS]
     gated = gate_advantages(tokens, least=float(np.float32(0.2)), by=by)
-    assert [[float(each[1]) for each in row] for row in gated] == torch.tensor(expected).tolist()
-    assert {each.dtype for row in gated for each in row} == {np.dtype(np.float32)}
+    assert [[float(values[1]) for values in row] for row in gated] == torch.tensor(expected).tolist()
+    assert {values.dtype for row in gated for values in row} == {np.dtype(np.float32)}
 
 
 def test_a_bound_of_zero_keeps_everything_and_tokens_may_be_none() -> None:

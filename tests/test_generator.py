@@ -106,12 +106,12 @@ async def _check_scores(served: Serving, folder: Path) -> None:
         with torch.no_grad():
             scores = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         assert choice.logprobs is not None
-        found, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-        assert found is not None
+        logprobs, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+        assert logprobs is not None
         assert tops is not None
-        assert found[0] is None
-        expected = [float(scores[at, token]) for at, token in enumerate(prompt[1:])]
-        assert found[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+        assert logprobs[0] is None
+        expected = [float(scores[position, token]) for position, token in enumerate(prompt[1:])]
+        assert logprobs[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
         assert [max(top.values()) for top in tops[1:]] == pytest.approx(scores.max(-1).values.tolist(), abs=1e-4)
 
 
@@ -147,8 +147,8 @@ async def _check_sessions(gateway: Gateway, generator: Generator, folder: Path) 
     assert tuple(turns[1].prompt_ids) == tuple(tokenizer.extend(turns[0].context, [messages[2]]))
     assert turns[1].text == text
     assert [turn.text for turn in turns[2:]] == [choice.message.content for choice in several.choices]
-    same = [turn for turn in turns if tuple(turn.prompt_ids) == tuple(turns[0].prompt_ids)]
-    assert len({tuple(turn.token_ids) for turn in same}) == 4
+    siblings = [turn for turn in turns if tuple(turn.prompt_ids) == tuple(turns[0].prompt_ids)]
+    assert len({tuple(turn.token_ids) for turn in siblings}) == 4
     assert {version for turn in turns for version in turn.versions} == {0}
     task = Task(id="1", source="s", messages=(hi,))
     segments = Episode(task=task, turns=turns[:2]).segments
@@ -243,18 +243,18 @@ async def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit(
             turns = await asyncio.gather(*[generator.generate(PROMPT, sampling) for sampling in seeds])
             return turns, generator.pop_metrics()
 
-        _, found = await answer(12, 32)
-        assert found["generator/preemptions"] == 0, "each fits into one block"
+        _, engine_metrics = await answer(12, 32)
+        assert engine_metrics["generator/preemptions"] == 0, "each fits into one block"
         assert generator.engines() == {0: 32}
 
-        turns, found = await answer(200, 32)
+        turns, engine_metrics = await answer(200, 32)
         assert max(len(turn.token_ids) for turn in turns) == 200
         assert max(gap(model, turn) for turn in turns) < 1e-4
-        assert found["generator/preemptions"] > 0
-        assert found["generator/waiting"] > 0
-        assert found["generator/kv_cache_usage"] > 0.9
+        assert engine_metrics["generator/preemptions"] > 0
+        assert engine_metrics["generator/waiting"] > 0
+        assert engine_metrics["generator/kv_cache_usage"] > 0.9
         limit = generator.engines()[0]
-        assert 8 <= found["generator/request_limit"] <= limit < 32, "9 always fit"
+        assert 8 <= engine_metrics["generator/request_limit"] <= limit < 32, "9 always fit"
 
         for _ in range(3):
             assert (await answer(8, 32))[1]["generator/preemptions"] == 0
@@ -295,8 +295,8 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
         assert 0 < load.in_place <= len(load.fingerprints)
 
         assert 0 < generator.pop_metrics()["generator/kv_cache_usage"] < 0.5
-        again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
-        assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
+        second_turn = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
+        assert tuple(second_turn.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)
         with pytest.raises(ConfigError, match=r"--generator\.max-model-len"):
             await generator.generate(PROMPT * 20)

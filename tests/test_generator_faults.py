@@ -33,7 +33,7 @@ async def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(
     async with stage(tmp_path) as on:
         assert await on.load(1) == 1
         on.orders.tell(0, stream="hold", after=3)
-        for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
+        for ending, message in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
             before = len(on.orders.notes("stream"))
             sampling = Sampling(max_tokens=20, seed=7)
             async with contextlib.aclosing(stream(on.generator, PROMPT, sampling, engine=0)) as chunks:
@@ -46,7 +46,7 @@ async def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(
             assert (first["engine"], first["shown"], first["seed"]) == (0, len(PROMPT), 7)
             assert (second["engine"], second["shown"]) == (1, len(PROMPT) + 3)
             assert second["seed"] == 7, "which goes on at its position"
-            assert said in on.faults.seen[-1].cause
+            assert message in on.faults.seen[-1].cause
             await on.until_serving(0, 1)
             assert on.faults.seen[-1].recovered_s is not None
             assert await on.state(0) == (1, [])
@@ -69,10 +69,10 @@ async def test_an_external_engine_has_no_devices_and_may_refuse_requests(tmp_pat
         yield
 
     async with stage(tmp_path, 1, urls=("http://elsewhere:8000",), spares=1, replace=devices) as on:
-        elsewhere, own = sorted(on.orders.notes("setup"), key=lambda note: note["engine"])
+        elsewhere, served_setup = sorted(on.orders.notes("setup"), key=lambda note: note["engine"])
         assert elsewhere["server"]["url"] == "http://elsewhere:8000"
         assert elsewhere["server"]["wait_s"] == 0, "a wrong address is told at once"
-        assert own["server"] is None
+        assert served_setup["server"] is None
         assert await on.load(1) == 1
         await on.until(lambda: on.generator.spares == 1)
         on.only_once(0, stream="refuse", after=3)
@@ -80,9 +80,9 @@ async def test_an_external_engine_has_no_devices_and_may_refuse_requests(tmp_pat
         assert right(turn)
         assert "it refuses: not this one" in on.faults.seen[-1].cause
         await on.until_serving(0, 1)
-        again = on.orders.notes("setup")[-1]
-        assert (again["engine"], again["server"]["owner"]) == (0, elsewhere["server"]["owner"])
-        assert again["server"]["wait_s"] > 0, "it waits for a server that comes back"
+        later_setup = on.orders.notes("setup")[-1]
+        assert (later_setup["engine"], later_setup["server"]["owner"]) == (0, elsewhere["server"]["owner"])
+        assert later_setup["server"]["wait_s"] > 0, "it waits for a server that comes back"
         assert await on.state(0) == (1, [])
         assert on.generator.spares == 1
         assert not waited
@@ -109,7 +109,7 @@ async def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path,
         async with stage(tmp_path) as on:
             await on.load(3)
             await on.load(1)
-            for kind, said in kinds.items():
+            for kind, message in kinds.items():
                 on.orders.tell(0, stream=kind, after=3)
                 turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0)
                 assert right(turn), kind
@@ -117,7 +117,7 @@ async def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path,
                 assert pytest.approx(turn.logprobs) == [-1.5] * 20
                 on.orders.tell(0)
                 await on.until_serving(0, 1)
-                assert re.search(said, on.faults.seen[-1].cause), (kind, on.faults.seen[-1].cause)
+                assert re.search(message, on.faults.seen[-1].cause), (kind, on.faults.seen[-1].cause)
                 assert not on.faults.seen[-1].fatal
 
             on.orders.tell(0, version=3)  # it was served once, but not since the request began
@@ -199,8 +199,8 @@ async def test_text_is_right_where_engines_took_turns(tmp_path: Path, nothing_le
     async with stage(tmp_path) as on:
         await on.load(1)
         for engine, orders in ((0, {"stream": "raise", "after": parrot + 1}), (1, {})):
-            said = texts if engine == 0 else ["garbled"] * len(ids)
-            on.orders.tell(engine, say=ids, texts=said, prompt=len(PROMPT), **orders)
+            texts_of_engine = texts if engine == 0 else ["garbled"] * len(ids)
+            on.orders.tell(engine, say=ids, texts=texts_of_engine, prompt=len(PROMPT), **orders)
         sampling = Sampling(max_tokens=len(ids), stop=("<|END|>",))
         turn = await on.generator.generate(PROMPT, sampling, engine=0)
         assert turn.text == "say 🦜 "
@@ -267,9 +267,9 @@ async def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, noth
         async with contextlib.aclosing(stream(on.generator, PROMPT, engine=1)) as chunks:
             await read(chunks, 3)
         await on.until(lambda: len(on.orders.notes("closed")) == 1)
-        whole = asyncio.create_task(on.generator.generate(PROMPT, engine=1))
+        request = asyncio.create_task(on.generator.generate(PROMPT, engine=1))
         await on.until(lambda: len(on.orders.notes("stream")) == 2)
-        whole.cancel()
+        request.cancel()
         await on.until(lambda: len(on.orders.notes("closed")) == 2)
         assert {note["engine"] for note in on.orders.notes("closed")} == {1}
         assert not on.faults.seen
@@ -282,9 +282,9 @@ async def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misd
             await on.generator.score(PROMPT, (7, 8))
         await on.load(1)
         on.only_once(0, score=misdeed)
-        found = await on.generator.score(PROMPT, (7, 8), temperature=2.0, top_k=3)
-        assert found.logprobs.tolist() == [-2.0, -2.5]
-        assert found.top_ids.tolist() == [[4, 5, 6], [5, 6, 7]]
+        scores = await on.generator.score(PROMPT, (7, 8), temperature=2.0, top_k=3)
+        assert scores.logprobs.tolist() == [-2.0, -2.5]
+        assert scores.top_ids.tolist() == [[4, 5, 6], [5, 6, 7]]
         assert [fault.replica for fault in on.faults.seen] == [0]
         await on.until_serving(0, 1)
         with pytest.raises(ContextError, match=r"4 \+ 252 tokens"):
@@ -297,11 +297,11 @@ async def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(
     async with stage(tmp_path) as on:
         await on.load(1)
         assert on.generator.pop_metrics().keys() == {"load/calls_s"}
-        told: list[dict[int, int]] = []
-        on.generator.listeners.add(lambda: told.append(on.generator.engines()))
+        engine_counts: list[dict[int, int]] = []
+        on.generator.listeners.add(lambda: engine_counts.append(on.generator.engines()))
         on.orders.tell(0, cache=(0.97, 3, 5, 11))
         await on.generator.generate(PROMPT, Sampling(max_tokens=2), engine=0)
-        assert told == [{0: 11, 1: 64}]
+        assert engine_counts == [{0: 11, 1: 64}]
         assert {name.removeprefix("generator/"): value for name, value in on.generator.pop_metrics().items()} == {
             "kv_cache_usage": 0.97,
             "preemptions": 6,

@@ -25,12 +25,12 @@ async def test_an_episode_is_played_turn_by_turn_with_the_rewards_of_each():
     env = build_environment(LAKE)
 
     session = env(task())
-    shown = await session.reset()
-    assert shown.messages[0]["content"] == "Reach G."
-    assert str(shown.messages[1]["content"]).startswith("[S]FFF\nFHFH\n")
-    assert str(shown.messages[1]["content"]).endswith("Answer with one of: left, down, right, up.")
-    lost = await session.step("I do not know.", truncated=False)
-    assert (lost.done, lost.reward, dict(lost.parts)) == (False, 0.0, {"no_action": 1.0})
+    observation = await session.reset()
+    assert observation.messages[0]["content"] == "Reach G."
+    assert str(observation.messages[1]["content"]).startswith("[S]FFF\nFHFH\n")
+    assert str(observation.messages[1]["content"]).endswith("Answer with one of: left, down, right, up.")
+    step = await session.step("I do not know.", truncated=False)
+    assert (step.done, step.reward, dict(step.parts)) == (False, 0.0, {"no_action": 1.0})
     steps = [await session.step(text, truncated=False) for text in ("not up but DOWN", "1", "right", "2", "down")]
     assert "S[F]" not in str(steps[0].messages[0]["content"])
     assert "\n[F]HFH" in str(steps[0].messages[0]["content"])
@@ -61,7 +61,7 @@ def test_the_same_seed_is_the_same_world_and_held_out_seeds_are_others():
     assert len({asyncio.run(first(seed)) for seed in range(8)}) > 1
     (source,) = env.sources(0).values()  # type: ignore[attr-defined]
     drawn = {source.draw().truth["seed"] for _ in range(20)}
-    assert (drawn, [each.truth["seed"] for each in source.held_out(9)]) == ({3, 4, 5, 6, 7}, [0, 1, 2])
+    assert (drawn, [task.truth["seed"] for task in source.held_out(9)]) == ({3, 4, 5, 6, 7}, [0, 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ GOOD = HostFacts(
 
 
 def bad(findings: list[Finding]) -> list[tuple[str, str, str]]:
-    assert all(bool(each.hint) == (each.status != "ok") for each in findings), "a hint for each failure"
-    return [(each.check, each.host, each.status) for each in findings if each.status != "ok"]
+    assert all(bool(finding.hint) == (finding.status != "ok") for finding in findings), "a hint for each failure"
+    return [(finding.check, finding.host, finding.status) for finding in findings if finding.status != "ok"]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_clock_is_off_only_by_more_than_the_round_trip_explains():
         "c": Clock(offset_s=1.5, error_s=1.2),
         "d": Clock(offset_s=-60.0, error_s=0.01),
     }
-    found = judge_facts(dict.fromkeys(["local", *clocks], GOOD), clocks)
-    assert bad(found) == [("clock", "b", "warn"), ("clock", "d", "fail")]
-    assert failed_hosts(found) == {"d": "clock: -60.000 s, give or take 0.010 s"}
+    findings = judge_facts(dict.fromkeys(["local", *clocks], GOOD), clocks)
+    assert bad(findings) == [("clock", "b", "warn"), ("clock", "d", "fail")]
+    assert failed_hosts(findings) == {"d": "clock: -60.000 s, give or take 0.010 s"}
 
 
 def test_a_device_slower_than_its_peers_is_named():
@@ -83,9 +83,9 @@ def test_a_device_slower_than_its_peers_is_named():
 def test_disks_and_gaps_are_judged(tmp_path: Path):
     assert write_rate(tmp_path, 1 << 20) > 0
     assert list(tmp_path.iterdir()) == []
-    found = [judge_disk("a", 500 * GIB, 1e9), judge_disk("b", 500 * GIB, 1e6), judge_disk("c", GIB, 1e9)]
-    found += [judge_gap("a", 1e-6, 1e-5, 32), judge_gap("b", 0.3, 1.0, 32), judge_gap("c", float("nan"), 1.0, 32)]
-    assert bad(found) == [
+    findings = [judge_disk("a", 500 * GIB, 1e9), judge_disk("b", 500 * GIB, 1e6), judge_disk("c", GIB, 1e9)]
+    findings += [judge_gap("a", 1e-6, 1e-5, 32), judge_gap("b", 0.3, 1.0, 32), judge_gap("c", float("nan"), 1.0, 32)]
+    assert bad(findings) == [
         ("disk", "b", "warn"),
         ("disk", "c", "fail"),
         ("train and decode", "b", "fail"),
@@ -119,7 +119,7 @@ async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
     (tmp_path / "runs").mkdir()
     findings = await examine(job, folder=tmp_path / "runs", model=model, public=False, say=lambda text: None)
     speeds = ("matmul", "disk", "clock")  # of a machine that may be busy
-    assert [each for each in findings if each.status != "ok" and each.check not in speeds] == []
+    assert [finding for finding in findings if finding.status != "ok" and finding.check not in speeds] == []
     checks = [
         "versions",
         "devices",
@@ -133,9 +133,9 @@ async def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
         "matmul",
     ]
     for host in ("local", "host0"):
-        found = [each.check for each in findings if each.host == host and each.check in checks]
-        assert found == checks
-    (learned,) = [each for each in findings if each.check == "train and decode"]
+        checks_of_host = [finding.check for finding in findings if finding.host == host and finding.check in checks]
+        assert checks_of_host == checks
+    (learned,) = [finding for finding in findings if finding.check == "train and decode"]
     assert learned.detail.startswith("logprob gap ")
     assert learned.detail.endswith("over 32 tokens")
     assert list((tmp_path / "runs").iterdir()) == []
@@ -197,15 +197,15 @@ def test_a_run_goes_on_without_a_host_that_fails_unless_it_was_asked_for(monkeyp
     old = replace(GOOD, versions={**GOOD.versions, "torch": "2.12.0"})
     answers = {"a": (info, GOOD, clock), "b": (info, old, clock)}
     warnings: list[str] = []
-    lost: dict[str, str] = {}
-    cluster = cast(Any, SimpleNamespace(lose=lost.__setitem__))
+    lost_hosts: dict[str, str] = {}
+    cluster = cast(Any, SimpleNamespace(lose=lost_hosts.__setitem__))
 
     def sound(placement: str, given: Mapping[str, Any]) -> list[str]:
         config = cast(Any, SimpleNamespace(placement=placement))
         return list(hosts_module.sound_hosts(config, cluster, given, warnings.append))
 
     assert sound("trainer=a", answers) == ["a"]
-    assert list(lost) == ["b"]
+    assert list(lost_hosts) == ["b"]
     assert warnings == [
         "host b fails the checks at the start: versions: torch 2.12.0 instead of 2.13.0; the run goes on without it",
     ]

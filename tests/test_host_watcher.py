@@ -66,11 +66,11 @@ async def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_pa
             return replica, await pid_of(service, replica.index)
 
         # One that is killed, and one that is stopped, which would hold its device for ever.
-        for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "hung: its process was st")):
+        for ending, message in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "hung: its process was st")):
             replica, pid = await start("a", None if not service.replicas else 0)
             assert replica.tree.roots == {}, "the controller does not watch it itself"
             send_signal(pid, ending)
-            assert said in await death_of(replica)
+            assert message in await death_of(replica)
             await gone(pid)
 
         # An agent that is killed or stopped is replaced, and costs nobody else anything.

@@ -42,29 +42,34 @@ FOUR = (
 
 def hosts_of_services(command: Command) -> dict[str, set[str]]:
     """The hosts on which the processes of each service run, by the log files that they print to."""
-    found: dict[str, set[str]] = {}
+    hosts_by_service: dict[str, set[str]] = {}
     for host, pid in hosts_of(command.process.pid).items():
         for process in psutil.Process(pid).children(recursive=True):
-            found.setdefault(log_of(process).partition("-")[0], set()).add(host)
-    return found
+            hosts_by_service.setdefault(log_of(process).partition("-")[0], set()).add(host)
+    return hosts_by_service
 
 
 def engine_on(command: Command, host: str) -> psutil.Process:
     """The process of an engine, or of its part, on a host."""
     processes = psutil.Process(hosts_of(command.process.pid)[host]).children(recursive=True)
-    found = [process for process in processes if log_of(process).startswith("generator-")]
-    return min(found, key=lambda process: process.create_time())
+    generators = [process for process in processes if log_of(process).startswith("generator-")]
+    return min(generators, key=lambda process: process.create_time())
 
 
 def addresses(processes: set[psutil.Process]) -> set[str]:
     """The addresses at which processes listen."""
-    found = [each for process in processes for each in process.net_connections("tcp") if each.status == "LISTEN"]
-    return {each.laddr.ip for each in found}
+    listeners = [
+        connection
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    ]
+    return {connection.laddr.ip for connection in listeners}
 
 
 def volumes(process: psutil.Process) -> set[Path]:
     """Folders of the weights that a process maps."""
-    paths = [Path(each.path) for each in process.memory_maps()]
+    paths = [Path(mapping.path) for mapping in process.memory_maps()]
     return {path.parent for path in paths if any(part.startswith("forge_rl-") for part in path.parts)}
 
 
@@ -106,8 +111,8 @@ def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
         "environment": {"host3"},
         "reward": {"host3"},
     }
-    found = hosts_of_services(command)
-    assert {service: found.get(service) for service in expected} == expected
+    hosts_of = hosts_of_services(command)
+    assert {service: hosts_of.get(service) for service in expected} == expected
     kill(command, "host2")  # engine 1 moves
     command.wait_for("generator/1 has recovered")
     kill(command, "host3")  # so do environment and reward

@@ -160,7 +160,10 @@ def test_every_kind_is_tested() -> None:
 
 
 def scored(text: str, *instructions: tuple[str, dict[str, object]], **options: bool) -> tuple[float, float, float]:
-    truth = {"instruction_id_list": [name for name, _ in instructions], "kwargs": [given for _, given in instructions]}
+    truth = {
+        "instruction_id_list": [name for name, _ in instructions],
+        "kwargs": [arguments for _, arguments in instructions],
+    }
     score = IFEval(**options)(Task(id="1000", source="ifeval", messages=(), truth=truth), text)
     return score.total, score.parts["instructions"], score.parts["loose"]
 
@@ -205,6 +208,6 @@ def test_sentences_end_where_readers_end_them() -> None:
 @pytest.mark.parametrize("text", ["." * 200_000 + "x", "[" * 200_000, "<<" * 100_000, "* " * 100_000, "Mr. " * 50_000])
 def test_hostile_answers_take_linear_time(text: str) -> None:
     begun = time.process_time()
-    for name, given, *_ in CASES:
-        follows(name, given, text)
+    for name, arguments, *_ in CASES:
+        follows(name, arguments, text)
     assert time.process_time() - begun < 10.0, "a quadratic check takes minutes"

@@ -44,75 +44,75 @@ class Endless(httpx.SyncByteStream):
 
 
 async def test_redirects_keep_passwords_and_tls(tmp_path: Path):
-    made, auths = image([layer(member("a"))]), tmp_path / "auths.json"
-    (blob,) = made.layers
+    built_image, auths = image([layer(member("a"))]), tmp_path / "auths.json"
+    (blob,) = built_image.layers
     auths.write_text(json.dumps({"auths": {"r.example": {"auth": "bWU6c2VjcmV0"}}}))
     url = f"https://r.example/v2/it/blobs/{blob}"
-    whole: Answers = {digest: (200, {}, httpx.ByteStream(data)) for digest, data in made.blobs.items()}
+    blob_answers: Answers = {digest: (200, {}, httpx.ByteStream(data)) for digest, data in built_image.blobs.items()}
     manifest = "https://r.example/v2/it/manifests/1"
-    answers: Answers = {f"https://r.example/v2/it/blobs/{digest}": answer for digest, answer in whole.items()}
+    answers: Answers = {f"https://r.example/v2/it/blobs/{digest}": answer for digest, answer in blob_answers.items()}
     store = ImageStore(tmp_path / "store", credentials=(auths,))
-    sent = answering(store, answers)
+    requests = answering(store, answers)
     answers[manifest] = (401, {"www-authenticate": "Basic realm=x"}, httpx.ByteStream(b""))
     with pytest.raises(ImageError, match=r"\(401\)"):
         await store.get("r.example/it:1")
-    assert sent[-1].headers["authorization"] == "Basic bWU6c2VjcmV0"
-    answers[manifest] = whole[made.manifest]
+    assert requests[-1].headers["authorization"] == "Basic bWU6c2VjcmV0"
+    answers[manifest] = blob_answers[built_image.manifest]
     # What comes with a redirect is not read: it may have no end.
     answers[url] = (307, {"location": "https://other.example/blob"}, Endless())
-    answers["https://other.example/blob"] = whole[blob]
+    answers["https://other.example/blob"] = blob_answers[blob]
     await store.get("r.example/it:1")
-    authorized = {request.url.host: "authorization" in request.headers for request in sent}
+    authorized = {request.url.host: "authorization" in request.headers for request in requests}
     assert authorized == {"r.example": True, "other.example": False}
     for location, reason in (("http://127.0.0.1:9/stop", "to an address without TLS"), (url, "in circles")):
         answers[url] = (302, {"location": location}, Endless())
         await store.prune()
         with pytest.raises(ImageError, match=f"redirects {reason}"):
             await store.get("r.example/it:1")
-    assert {request.url.host for request in sent} == {"r.example", "other.example"}
+    assert {request.url.host for request in requests} == {"r.example", "other.example"}
 
 
 async def test_a_mirror_that_lies_of_a_manifest_is_left_for_the_registry(tmp_path: Path):
-    made = image([layer(member("a"))])
+    built_image = image([layer(member("a"))])
     with registry() as mirror, registry() as server:
-        mirror.add(made, "it:1")
-        server.add(made, "it:1")
-        for digest in (made.manifest, made.config):
+        mirror.add(built_image, "it:1")
+        server.add(built_image, "it:1")
+        for digest in (built_image.manifest, built_image.config):
             mirror.blobs[digest] = b'{"mediaType": "x"}'
         store = ImageStore(tmp_path / "store", mirrors={"*": [mirror.address]})
-        assert (await store.get(f"{server.host}/it@{made.manifest}")).digest == made.manifest
+        assert (await store.get(f"{server.host}/it@{built_image.manifest}")).digest == built_image.manifest
         assert len(server.requests) == 2
 
 
 async def test_an_image_that_lies_of_a_layer_does_not_harm_others_with_it(tmp_path: Path):
-    made = image([layer(member("a", os.urandom(9000)))])
-    (blob,) = made.layers
+    built_image = image([layer(member("a", os.urandom(9000)))])
+    (blob,) = built_image.layers
     with registry() as hostile, registry() as server:
-        hostile.add(made, "bad:1")
-        server.add(made, "it:1")
-        hostile.blobs[blob] = bytes(len(made.blobs[blob]))
+        hostile.add(built_image, "bad:1")
+        server.add(built_image, "it:1")
+        hostile.blobs[blob] = bytes(len(built_image.blobs[blob]))
         hostile.held.add(blob)
         store = ImageStore(tmp_path / "store")
-        bad = asyncio.create_task(store.get(f"{hostile.host}/bad:1"))
+        hostile_fetch = asyncio.create_task(store.get(f"{hostile.host}/bad:1"))
         async with asyncio.timeout(60):
             while not store._work:  # noqa: ASYNC110  what threads do
                 await asyncio.sleep(0.001)
-            good = asyncio.create_task(store.get(f"{server.host}/it:1"))
+            sound_fetch = asyncio.create_task(store.get(f"{server.host}/it:1"))
             while next(iter(store._work.values())).waiters < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         hostile.go_on.set()
-        assert (await good).digest == made.manifest
+        assert (await sound_fetch).digest == built_image.manifest
         with pytest.raises(ImageError, match="has another digest"):
-            await bad
+            await hostile_fetch
 
 
 async def test_a_layer_larger_than_the_store_is_not_fetched(tmp_path: Path):
-    made = image([layer(member("a", os.urandom(3 << 20)))])
+    built_image = image([layer(member("a", os.urandom(3 << 20)))])
     with registry() as server:
-        reference = server.add(made, "it:1")
-        with pytest.raises(ImageError, match=rf"{made.layers[0]} has \d+ bytes"):
+        reference = server.add(built_image, "it:1")
+        with pytest.raises(ImageError, match=rf"{built_image.layers[0]} has \d+ bytes"):
             await ImageStore(tmp_path / "store", max_bytes=1 << 20).get(reference)
-        assert not any(made.layers[0] in path for path in server.requests)
+        assert not any(built_image.layers[0] in path for path in server.requests)
 
 
 async def test_what_pulls_and_builds_left_is_evicted_too(tmp_path: Path):

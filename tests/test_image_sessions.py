@@ -317,10 +317,10 @@ async def test_nothing_is_left_of_sessions_of_images(pool: Pool, image: Containe
 @needs_bubblewrap
 async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path: Path):
     """Another host fetches it, and goes on where the session was."""
-    made = [packed_folder(folder) for folder in image.layers]
+    layers = [packed_folder(folder) for folder in image.layers]
     store, without = ImageStore(tmp_path / "store"), [] if os.geteuid() == 0 else ["cgroup"]
     settings = {"WorkingDir": "/srv/app"}
-    write_layout(tmp_path / "first", images.image(made[:1], settings, compress=bytes))
+    write_layout(tmp_path / "first", images.image(layers[:1], settings, compress=bytes))
     pool = Pool(profile="process", images=store.folder, limits=LIMITS, warm=0, servers=1, without=without)
     async with pool, store.use(f"oci:{tmp_path / 'first'}") as base:
         async with pool.session(image=base) as session:
@@ -328,7 +328,7 @@ async def test_a_snapshot_is_a_layer_of_an_image(image: ContainerImage, tmp_path
             changes = await session.changes(leave_out=())
             snapshot = layer_of(changes)
             assert layer_of(await session.changes(leave_out=())) == snapshot
-        write_layout(tmp_path / "second", images.image([made[0], snapshot], settings, compress=bytes))
+        write_layout(tmp_path / "second", images.image([layers[0], snapshot], settings, compress=bytes))
         async with store.use(f"oci:{tmp_path / 'second'}") as image_after:
             assert image_after.layers[0] == base.layers[0]  # which is kept once
             async with pool.session(image=image_after) as session:

@@ -62,8 +62,12 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
             attached = line.run(asyncio.to_thread(lambda: attach(tmp_path / "run").last_batch))
             assert attached is not None
             assert repr(attached) == repr(run.last_batch)
-            assert [each.turns for each in attached.episodes] == [each.turns for each in run.last_batch.episodes]
-            assert [each.score for each in attached.episodes] == [each.score for each in run.last_batch.episodes]
+            assert [episode.turns for episode in attached.episodes] == [
+                episode.turns for episode in run.last_batch.episodes
+            ]
+            assert [episode.score for episode in attached.episodes] == [
+                episode.score for episode in run.last_batch.episodes
+            ]
             first = attached.episodes[0].turns[0]
             assert first.seconds > 0
             assert first.messages[-1]["content"] == attached.groups[0].task.messages[-1]["content"]

@@ -37,9 +37,9 @@ def test_a_job_is_named_by_its_kind_and_options():
 def test_a_table_of_a_config_file_is_a_text_of_the_flag(tmp_path: Path):
     (tmp_path / "run.toml").write_text('[job]\nkind = "process"\nhosts = 3\n')
     command = [sys.executable, "-m", "recipes.grpo", "--config", str(tmp_path / "run.toml"), "--dry-run"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["hosts:", "local", "host0", "host1", "host2"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert [line.split()[0] for line in process.stdout.splitlines()] == ["hosts:", "local", "host0", "host1", "host2"]
 
     odd = {"nodes": 2, "setup": "source env.sh, x=y", "exclusive": True, "time": "1:00:00"}
     parsed = parse(written("slurm", odd), "--job", bundled=["slurm"], takes_weight=False)
@@ -49,14 +49,14 @@ def test_a_table_of_a_config_file_is_a_text_of_the_flag(tmp_path: Path):
 async def test_a_host_whose_process_ends_is_reported_by_name():
     job = build_job("process:2")
     assert isinstance(job, Job)
-    lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-    async with job.open(JobListener(on_lost=lambda *told: lost.put_nowait(told))) as hosts:
+    losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    async with job.open(JobListener(on_lost=lambda *told: losses.put_nowait(told))) as hosts:
         assert list(hosts) == ["host0", "host1"]
         os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
-        found = await asyncio.wait_for(lost.get(), 60)
-        assert lost.empty()
-    assert lost.empty(), "hosts that are given back are not lost"
-    name, cause = found
+        lost_host = await asyncio.wait_for(losses.get(), 60)
+        assert losses.empty()
+    assert losses.empty(), "hosts that are given back are not lost"
+    name, cause = lost_host
     assert name == "host1"
     assert "ended" in cause
 

@@ -19,9 +19,9 @@ FIRST, FIRST_STEP = 1000, 7777
 
 def memory(words: int, shift: int) -> torch.Tensor:
     """Zeros whose address is `shift` words past a multiple of 64 bytes."""
-    found = torch.zeros(words + 16, dtype=torch.int64)
-    skip = -found.data_ptr() // 8 % 8 + shift
-    return found[skip : skip + words]
+    buffer = torch.zeros(words + 16, dtype=torch.int64)
+    skip = -buffer.data_ptr() // 8 % 8 + shift
+    return buffer[skip : skip + words]
 
 
 def expected(values: list[list[int]]) -> int:
@@ -41,10 +41,10 @@ def test_words_are_copied_and_fingerprinted(words: int, shift: int, pad: int, dt
     source = torch.randint(limits.min, limits.max, (rows, words + 1), generator=generator, dtype=dtype)
     flat, where = source.view(-1).numpy(), (rows, words, FIRST, FIRST_STEP)
     target = memory(rows * step, shift).view(-1).to(dtype) if dtype != torch.int64 else memory(rows * step, shift)
-    wanted = source[:, :words]
-    assert fingerprint_rows(flat, words + 1, *where) == expected(wanted.tolist())
-    assert copy_rows(target.numpy(), step, flat, words + 1, *where) == expected(wanted.tolist())
-    assert torch.equal(target.view(rows, step)[:, :words], wanted)
+    words_read = source[:, :words]
+    assert fingerprint_rows(flat, words + 1, *where) == expected(words_read.tolist())
+    assert copy_rows(target.numpy(), step, flat, words + 1, *where) == expected(words_read.tolist())
+    assert torch.equal(target.view(rows, step)[:, :words], words_read)
     assert (target.view(rows, step)[:, words:] == 0).all(), "nothing is written beside it"
 
 
@@ -55,11 +55,11 @@ def test_a_cast_fingerprints_what_it_wrote(words: int, shift: int):
     source = torch.randn(rows, words * 4, generator=torch.Generator().manual_seed(words))
     target = memory(rows * step, shift)
     bits = source.view(-1).view(torch.int32).numpy()
-    found = cast_rows(target.numpy(), step, bits, words * 4, rows, words, FIRST, FIRST_STEP)
-    written = target.view(rows, step)
-    assert torch.equal(written[:, :words].contiguous().view(torch.bfloat16), source.bfloat16())
-    assert found == expected(written[:, :words].tolist())
-    assert (written[:, words:] == 0).all()
+    fingerprint = cast_rows(target.numpy(), step, bits, words * 4, rows, words, FIRST, FIRST_STEP)
+    target_rows = target.view(rows, step)
+    assert torch.equal(target_rows[:, :words].contiguous().view(torch.bfloat16), source.bfloat16())
+    assert fingerprint == expected(target_rows[:, :words].tolist())
+    assert (target_rows[:, words:] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 14])
@@ -72,10 +72,10 @@ def test_every_float_rounds_as_torch_rounds_it(rows: int):
     words = source.numel() // 4 // rows
     target = memory(words * rows, 0)
     cast_rows(target.numpy(), words, source.numpy(), 4 * words, rows, words, 0, 0)
-    found, floats = target.view(torch.bfloat16), source.view(torch.float32)
+    target_values, floats = target.view(torch.bfloat16), source.view(torch.float32)
     nan = floats.isnan()
-    assert torch.equal(found.isnan(), nan)
-    assert torch.equal(found[~nan].view(torch.int16), floats[~nan].bfloat16().view(torch.int16))
+    assert torch.equal(target_values.isnan(), nan)
+    assert torch.equal(target_values[~nan].view(torch.int16), floats[~nan].bfloat16().view(torch.int16))
 
 
 def test_no_rows_do_nothing():
@@ -99,15 +99,15 @@ def test_lines_and_the_words_around_them_make_one_fingerprint(words, rows, pads,
     source_step, target_step = words + pads[0], words + pads[1]
     source, target = memory(rows * source_step, shifts[0]), memory(rows * target_step + 8, shifts[1])
     source.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(seed))
-    wanted = [source[row * source_step :][:words] for row in range(rows)]
+    expected_rows = [source[row * source_step :][:words] for row in range(rows)]
     sums = 0
-    for row, row_words in enumerate(wanted):
+    for row, row_words in enumerate(expected_rows):
         sums += formula({first + row * first_step + item: word for item, word in enumerate(row_words.tolist())})
     where = rows, words, first, first_step
     assert fingerprint_rows(source.numpy(), source_step, *where) == sums % (1 << 64)
     assert copy_rows(target.numpy(), target_step, source.numpy(), source_step, *where) == sums % (1 << 64)
     for row in range(rows):
-        assert torch.equal(target[row * target_step :][:words], wanted[row])
+        assert torch.equal(target[row * target_step :][:words], expected_rows[row])
         assert (target[row * target_step + words : (row + 1) * target_step] == 0).all()
     assert (target[rows * target_step :] == 0).all()
 
@@ -125,17 +125,17 @@ def test_floats_at_any_address_are_cast_and_fingerprinted(words, pads, shifts, f
     source = memory(source_step + 16, 0).view(torch.int32)[shifts[0] :][: 2 * source_step]
     source.random_(-(1 << 31), 1 << 31, generator=torch.Generator().manual_seed(seed))
     target = memory(2 * target_step + 8, shifts[1])
-    found = cast_rows(target.numpy(), target_step, source.numpy(), source_step, 2, words, first, 12345)
+    fingerprint = cast_rows(target.numpy(), target_step, source.numpy(), source_step, 2, words, first, 12345)
     total = 0
     for row in range(2):
-        written = target[row * target_step :][:words]
+        row_words = target[row * target_step :][:words]
         floats = source[row * source_step :][: 4 * words].view(torch.float32)
-        assert torch.equal(written.view(torch.bfloat16).isnan(), floats.isnan())
+        assert torch.equal(row_words.view(torch.bfloat16).isnan(), floats.isnan())
         numbers = ~floats.isnan()
-        assert torch.equal(written.view(torch.int16)[numbers], floats.bfloat16().view(torch.int16)[numbers])
-        total += formula({first + row * 12345 + item: word for item, word in enumerate(written.tolist())})
+        assert torch.equal(row_words.view(torch.int16)[numbers], floats.bfloat16().view(torch.int16)[numbers])
+        total += formula({first + row * 12345 + item: word for item, word in enumerate(row_words.tolist())})
         assert (target[row * target_step + words : (row + 1) * target_step] == 0).all()
-    assert found == total % (1 << 64)
+    assert fingerprint == total % (1 << 64)
 
 
 def test_words_at_an_odd_address_are_copied_one_by_one():
@@ -160,9 +160,9 @@ print(*map(int, results))
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
     output = subprocess.check_output([sys.executable, "-c", program], text=True, env=environment)
-    copied, cast, *written = map(int, output.split())
+    copied, cast, *written_words = map(int, output.split())
     words, floats = np.arange(500) * 0x123456789ABCDE, np.arange(2000, dtype=np.int32) * 0x12345
     expected_written = torch.from_numpy(floats).view(torch.float32).bfloat16().view(torch.int64).tolist()
-    assert written == expected_written
+    assert written_words == expected_written
     assert copied == formula({7 + item: word for item, word in enumerate(words.tolist())})
-    assert cast == formula({7 + item: word for item, word in enumerate(written)})
+    assert cast == formula({7 + item: word for item, word in enumerate(written_words)})

@@ -40,8 +40,8 @@ def kubeconfig(cluster: ApiServer, tmp_path: Path) -> Iterator[Path]:
 
 
 def job_of(kubeconfig: Path, **options: Any) -> KubernetesHosts:
-    given: dict[str, Any] = {"image": "forge-rl:1", "hosts": 2, "route": "direct", "kubeconfig": kubeconfig}
-    return KubernetesHosts(**given | options)
+    defaults: dict[str, Any] = {"image": "forge-rl:1", "hosts": 2, "route": "direct", "kubeconfig": kubeconfig}
+    return KubernetesHosts(**defaults | options)
 
 
 @pytest.mark.processes
@@ -49,13 +49,13 @@ def job_of(kubeconfig: Path, **options: Any) -> KubernetesHosts:
 def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: ApiServer, kubeconfig: Path):
     cluster.room = 1
     cluster.broken_images = ("broken",)
-    said: list[str] = []
+    texts: list[str] = []
 
     async def wait(job: KubernetesHosts, words: str) -> None:
         enough = asyncio.Event()
 
         def say(text: str) -> None:
-            said.append(text)
+            texts.append(text)
             if words in text:
                 enough.set()
 
@@ -75,8 +75,8 @@ def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: Api
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(wait(job_of(kubeconfig, hosts=1, image="broken"), "host0: ImagePullBackOff: Back-off"))
     assert (cluster.pods, cluster.policies) == ({}, {})
-    assert any("1 of 2 pods are ready; host1: Unschedulable: 0/1 nodes" in text for text in said), said
-    assert any("host0: ImagePullBackOff: Back-off" in text for text in said), said
+    assert any("1 of 2 pods are ready; host1: Unschedulable: 0/1 nodes" in text for text in texts), texts
+    assert any("host0: ImagePullBackOff: Back-off" in text for text in texts), texts
     labels = {"forge-rl-run": "forgerl", "forge-rl-host": "host0"}
     broken = {"spec": {"containers": [{"image": "broken", "command": []}]}}
     cluster.create({"metadata": {"name": "left", "labels": labels}} | broken)
@@ -138,15 +138,15 @@ def test_pods_that_may_be_left_are_named_with_the_command_that_deletes_them(
 async def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
     cluster: ApiServer, kubeconfig: Path, tmp_path: Path
 ):
-    lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-    listener = JobListener(on_lost=lambda *told: lost.put_nowait(told))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lost.put_nowait, ("all", "save"))
+    losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    listener = JobListener(on_lost=lambda *told: losses.put_nowait(told))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, losses.put_nowait, ("all", "save"))
     async with job_of(kubeconfig, hosts=3).open(listener) as hosts:
         assert list(cluster.policies) == ["forgerl"]
         faults = Faults()
         faults.install()
-        made = Cluster(tmp_path, hosts=hosts)
-        service = Service(new_service_name(), made, faults)
+        meshes = Cluster(tmp_path, hosts=hosts)
+        service = Service(new_service_name(), meshes, faults)
         for host in hosts:
             await service.watch(service.spawn(FakeActor, host, host=host), deadline_s=60)
         for number in range(3):
@@ -155,12 +155,12 @@ async def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
         faults.closing = True
         await service.stop()
         cluster.kill("forgerl-host1")
-        found = [await asyncio.wait_for(lost.get(), 60)]
+        ended_hosts = [await asyncio.wait_for(losses.get(), 60)]
         cluster.delete("forgerl-host2", grace_s=0.5, cause="PreemptionByScheduler")
-        found += [await asyncio.wait_for(lost.get(), 60), await asyncio.wait_for(lost.get(), 60)]
-        await made.close()
-    assert lost.empty(), "hosts that are given back are not lost"
-    assert found == [
+        ended_hosts += [await asyncio.wait_for(losses.get(), 60), await asyncio.wait_for(losses.get(), 60)]
+        await meshes.close()
+    assert losses.empty(), "hosts that are given back are not lost"
+    assert ended_hosts == [
         ("host1", "the container exited with status 137: OOMKilled"),
         ("all", "save"),
         ("host2", "PreemptionByScheduler"),

@@ -45,14 +45,14 @@ def test_manifests_have_only_known_fields_and_restrict_the_pods(tmp_path: Path):
     (container,) = spec["containers"]
     assert spec["nodeSelector"] == {"gpu": "h100"}
     assert spec["automountServiceAccountToken"] is False, "options of the job win over the template"
-    assert [each["name"] for each in container["env"]] == ["NCCL_DEBUG", "POD_IP", "MONARCH_PORT", "HOME"]
+    assert [variable["name"] for variable in container["env"]] == ["NCCL_DEBUG", "POD_IP", "MONARCH_PORT", "HOME"]
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
     assert container["resources"]["limits"] == {"cpu": "32", "memory": "512Gi", "nvidia.com/gpu": "8"}
     assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "128Gi"}}
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["terminationGracePeriodSeconds"] == 600
-    own = {"podSelector": {"matchLabels": {"forge-rl-run": "grpo"}}}
-    assert policy["spec"] == {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    selector = {"podSelector": {"matchLabels": {"forge-rl-run": "grpo"}}}
+    assert policy["spec"] == {**selector, "policyTypes": ["Ingress"], "ingress": [{"from": [selector]}]}
     assert pods[1]["metadata"]["labels"]["forge-rl-run"] == "grpo"
 
 
@@ -60,9 +60,9 @@ def test_dry_run_prints_the_manifests_as_yaml():
     import yaml
 
     command = [sys.executable, "-m", "recipes.grpo", "--job", "kubernetes:image=x,hosts=2", "--dry-run"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert [each["kind"] for each in yaml.safe_load_all(shown.stdout)] == ["NetworkPolicy", "Pod", "Pod"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert [manifest["kind"] for manifest in yaml.safe_load_all(process.stdout)] == ["NetworkPolicy", "Pod", "Pod"]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_a_pod_waits_for_a_reason_and_every_end_of_it_is_a_dead_host():
         (pod_of("Failed", **preempted), "dead", "PreemptionByScheduler"),
         (pod_of("Unknown"), "dead", "the pod is Unknown: ?"),
     ):
-        found = judge(pod)
-        assert (found.phase, found.reason) == (phase, reason), pod
+        state = judge(pod)
+        assert (state.phase, state.reason) == (phase, reason), pod
     assert judge(pod_of("Running", **ready)) == PodState(phase="ready", address="10.0.0.1")
 
 
@@ -165,8 +165,8 @@ def test_no_other_process_sees_the_secrets_of_the_process_that_deletes_pods(monk
 def test_a_controller_in_a_pod_owns_the_others_and_carries_the_runs_label():
     job = KubernetesHosts(image="x", name="grpo")
     policy, pods = job.manifests()
-    own = {"metadata": {"name": "controller", "uid": "u", "labels": {"forge-rl-run": "grpo"}}}
-    job._adopt(own, policy, *pods)
+    controller = {"metadata": {"name": "controller", "uid": "u", "labels": {"forge-rl-run": "grpo"}}}
+    job._adopt(controller, policy, *pods)
     for model, manifest in (("V1NetworkPolicy", policy), ("V1Pod", pods[0])):
         (owner,) = manifest["metadata"]["ownerReferences"]
         assert (owner["name"], owner["uid"]) == ("controller", "u")

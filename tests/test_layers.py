@@ -135,21 +135,21 @@ def dotted(node: ast.expr) -> str:
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Imports that a module may not have."""
-    here = stage_of(module)
-    assert here is not None, f"{module} is in no stage"
-    found = []
+    stage = stage_of(module)
+    assert stage is not None, f"{module} is in no stage"
+    problems = []
     for line, name in touched(source, module if is_package else module.rpartition(".")[0]):
-        there = stage_of(name)
-        left = there is None or there[0] < here[0] or there[1] == here[1]
+        imported_stage = stage_of(name)
+        left = imported_stage is None or imported_stage[0] < stage[0] or imported_stage[1] == stage[1]
         # `from forge_rl import errors` names the submodule; `from forge_rl import Run` is the whole public face.
         if not left:
-            found.append(f"{module}:{line} imports {name}, which is not to the left of {here[1]}")
+            problems.append(f"{module}:{line} imports {name}, which is not to the left of {stage[1]}")
         for outer, homes in ONLY_IN.items():
             if within(name, outer) and not any(within(module, home) for home in homes):
                 if within(module, "benchmarks"):
                     continue
-                found.append(f"{module}:{line} touches {outer}, which only {', '.join(homes) or 'nobody'} may")
-    return found
+                problems.append(f"{module}:{line} touches {outer}, which only {', '.join(homes) or 'nobody'} may")
+    return problems
 
 
 def modules() -> Iterator[tuple[str, str, bool]]:
@@ -166,11 +166,11 @@ def modules() -> Iterator[tuple[str, str, bool]]:
 
 def test_imports_point_only_to_the_left():
     checked = 0
-    found = []
+    problems = []
     for name, source, is_package in modules():
         checked += 1
-        found += violations(name, source, is_package=is_package)
-    assert not found, "\n".join(found)
+        problems += violations(name, source, is_package=is_package)
+    assert not problems, "\n".join(problems)
     assert checked > 50
 
 
@@ -182,13 +182,17 @@ def wing_of(module: str) -> str:
 def wings_touched(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """Imports by which the core would depend on a wing, or a wing on another. Wings may import the sandbox, which is
     below them all, and the Tinker API's wing the gateway, by whose HTTP server and guard it serves."""
-    here, arrows = wing_of(module), []
+    wing, arrows = wing_of(module), []
     for line, name in touched(source, module if is_package else module.rpartition(".")[0]):
-        there = wing_of(name)
-        if there not in ("", here) and not (there == "sandbox" and here) and (here, there) != ("tinker", "gateway"):
-            arrows.append(f"{module}:{line} imports {name}, of the wing {there}")
+        imported_wing = wing_of(name)
+        if (
+            imported_wing not in ("", wing)
+            and not (imported_wing == "sandbox" and wing)
+            and (wing, imported_wing) != ("tinker", "gateway")
+        ):
+            arrows.append(f"{module}:{line} imports {name}, of the wing {imported_wing}")
         base = ("forge_rl.sandbox", "forge_rl.errors", "forge_rl.system")
-        if here == "sandbox" and within(name, "forge_rl") and not any(within(name, home) for home in base):
+        if wing == "sandbox" and within(name, "forge_rl") and not any(within(name, home) for home in base):
             arrows.append(f"{module}:{line} imports {name}: the sandbox is usable without the rest")
     return arrows
 
@@ -229,9 +233,9 @@ def test_no_two_modules_import_each_other_not_even_over_others():
     sources = {name: (source, is_package) for name, source, is_package in modules()}
     imports = {}
     for name, (source, is_package) in sources.items():
-        found = {imported for _, imported in touched(source, name if is_package else name.rpartition(".")[0])}
+        module_imports = {imported for _, imported in touched(source, name if is_package else name.rpartition(".")[0])}
         # `from package import name` imports the module of that name, where there is one, else the package.
-        homes = {imported if imported in sources else imported.rpartition(".")[0] for imported in found}
+        homes = {imported if imported in sources else imported.rpartition(".")[0] for imported in module_imports}
         imports[name] = (homes & sources.keys()) - {name}
     order = graphlib.TopologicalSorter(imports)
     try:
@@ -251,15 +255,15 @@ def test_every_package_has_its_stage():
 
 def test_shared_recipe_code_knows_no_loss_verifier_or_kind_of_data():
     recipes_own = ("forge_rl.rewards", "forge_rl.algorithms", "forge_rl.data.sources", "forge_rl.data.data_config")
-    found = {
+    touches = {
         (module, name)
         for module, source, _ in modules()
         if within(module, "forge_rl.run")
         and module not in ("forge_rl.run.task_config", "forge_rl.run.example_config")  # the flags of most recipes
         for _, name in touched(source, "forge_rl.run")
-        if any(within(name, own) for own in recipes_own)
+        if any(within(name, recipe_module) for recipe_module in recipes_own)
     }
-    assert found == {
+    assert touches == {
         ("forge_rl.run.start.starting", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.adapters", "forge_rl.algorithms.protocol.Loss"),

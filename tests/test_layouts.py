@@ -48,9 +48,9 @@ class SequenceRatios(ClippedSurrogate):
         keys = torch.where(inputs.mask, inputs.episodes * 10 + inputs.segments, -1)
         for key in keys.unique():
             if key >= 0:
-                own = keys == key
-                ratio = (inputs.logprobs[own] - inputs.behaviour[own]).mean().sigmoid()
-                loss = loss - ratio * (inputs.weights * inputs.advantages)[own].sum()
+                is_key = keys == key
+                ratio = (inputs.logprobs[is_key] - inputs.behaviour[is_key]).mean().sigmoid()
+                loss = loss - ratio * (inputs.weights * inputs.advantages)[is_key].sum()
         return loss, sums
 
 
@@ -58,21 +58,23 @@ def check(folder: Path, cases: list[layouts.Case], loss: Loss | None = None) -> 
     """Train in each layout, and in one process."""
     families = sorted({case.family for case in cases})
     layouts.make_models(folder, families)
-    given = {} if loss is None else {"loss": loss}
+    options = {} if loss is None else {"loss": loss}
     alone = list(dict.fromkeys(map(layouts.alone, cases)))
-    expected = dict(zip(alone, layouts.train(folder, alone, UPDATES, **given), strict=True))
+    expected = dict(zip(alone, layouts.train(folder, alone, UPDATES, **options), strict=True))
     for ranks in sorted({case.ranks for case in cases}):
         together = [case for case in cases if case.ranks == ranks]
-        for case, found in zip(together, layouts.train(folder, together, UPDATES, **given), strict=True):
-            deviation = layouts.compare(found, expected[layouts.alone(case)])
+        for case, case_results in zip(together, layouts.train(folder, together, UPDATES, **options), strict=True):
+            deviation = layouts.compare(case_results, expected[layouts.alone(case)])
             assert max(deviation.worst, deviation.of_way) < 1e-10, (case, deviation)
             if computed_tokens(case) == computed_tokens(layouts.alone(case)):  # a prefix in two rows counts twice
                 first = expected[layouts.alone(case)].metrics[0]
                 routed = {name: value for name, value in first.items() if name.startswith("experts/")}
-                assert {name: found.metrics[0][name] for name in routed} == pytest.approx(routed, rel=1e-9), case
-            for name, start in found.start.items():
+                assert {name: case_results.metrics[0][name] for name in routed} == pytest.approx(routed, rel=1e-9), case
+            for name, start in case_results.start.items():
                 is_frozen = name.endswith("e_score_correction_bias")
-                assert is_frozen or (found.weights[name] - start).norm() > 1e-3 * start.norm(), f"{name} is trained"
+                assert is_frozen or (case_results.weights[name] - start).norm() > 1e-3 * start.norm(), (
+                    f"{name} is trained"
+                )
 
 
 def computed_tokens(case: layouts.Case) -> int:
@@ -182,10 +184,10 @@ def test_training_continues_in_another_layout_as_in_the_first(ranks: int, order:
     expected = dict(zip(families, trained, strict=True))
     by_rank = run_ranks(relays, ranks, tmp_path, pairs)
     for index, (first, then) in enumerate(pairs):
-        found = layouts.assemble(then, [parts[index] for parts in by_rank])
+        assembled_weights = layouts.assemble(then, [parts[index] for parts in by_rank])
         end = expected[first.family].weights
-        off = sum(float((found[name] - end[name]).norm() ** 2) for name in end)
-        assert (off / sum(float(each.norm() ** 2) for each in end.values())) ** 0.5 < 1e-10, (first.name, then.name)
+        off = sum(float((assembled_weights[name] - end[name]).norm() ** 2) for name in end)
+        assert (off / sum(float(weight.norm() ** 2) for weight in end.values())) ** 0.5 < 1e-10, (first.name, then.name)
 
 
 SCORING = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
@@ -205,9 +207,9 @@ def split_logprobs(rank: int, vocab: int) -> tuple[torch.Tensor, ...]:
 
     logits, targets = logits_of(vocab)
     first = -(-vocab // 2)
-    own = logits[:, :first] if rank == 0 else logits[:, first:]
-    own = own.clone().requires_grad_()
-    return scores_of(split_token_scores(own, targets, SCORING, init_device_mesh("cpu", (2,)), vocab), own)
+    part = logits[:, :first] if rank == 0 else logits[:, first:]
+    part = part.clone().requires_grad_()
+    return scores_of(split_token_scores(part, targets, SCORING, init_device_mesh("cpu", (2,)), vocab), part)
 
 
 def logits_of(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,10 +226,12 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
     logits.requires_grad_()
     *scores, gradient = scores_of(token_scores(logits, targets, SCORING), logits)
     ranks = run_ranks(split_logprobs, 2, vocab)
-    for found in ranks:
-        for one, other in zip(found[:3], scores, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.cat([found[3] for found in ranks], dim=1), gradient, rtol=1e-12, atol=1e-12)
+    for rank_results in ranks:
+        for value, other in zip(rank_results[:3], scores, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([rank_results[3] for rank_results in ranks], dim=1), gradient, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("balancer", ["none", "headtail", "ptrr"])
@@ -239,18 +243,20 @@ def test_a_part_of_a_row_has_its_part_of_the_mask(balancer: LoadBalancer, tmp_pa
     (row,) = packed(random_batch(0, vocab=43, groups=3), seq_len=256, context_parallel_degree=4).rows
     split = split_row(row, 4, balancer, read_architecture(tmp_path))
     assert (split.order is None) == (balancer == "none")
-    found = torch.zeros(4, len(row) // 4, len(row), dtype=torch.bool)
-    for part, own in zip(found, split.tokens, strict=True):
+    masks = torch.zeros(4, len(row) // 4, len(row), dtype=torch.bool)
+    for part, tokens in zip(masks, split.tokens, strict=True):
         first = 0
-        for tree in attention_mask(row, own):
+        for tree in attention_mask(row, tokens):
             for queries, keys, bias in tree.blocks(torch.float32):
-                here = part[first:][queries, tree.first :]
-                here[:, keys] = (
-                    torch.ones_like(here[:, keys]).tril(keys.stop - queries.stop) if bias is None else bias[0, 0] == 0
+                part_mask = part[first:][queries, tree.first :]
+                part_mask[:, keys] = (
+                    torch.ones_like(part_mask[:, keys]).tril(keys.stop - queries.stop)
+                    if bias is None
+                    else bias[0, 0] == 0
                 )
             first += tree.queries
-        assert first == len(own), "each query is in one mask"
-    assert torch.equal(found.flatten(0, 1), dense_mask(row)[split.tokens.flatten()])
+        assert first == len(tokens), "each query is in one mask"
+    assert torch.equal(masks.flatten(0, 1), dense_mask(row)[split.tokens.flatten()])
 
 
 RUNS = {
@@ -292,8 +298,8 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     rows = metrics(out)
     if "updates" not in rows[-1]:
         rows.pop()  # interrupted before the trainer's metrics came
-    most = [row["tokens/completion_mean"] * 16 + 0.01 for row in rows]
-    assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
+    limits = [row["tokens/completion_mean"] * 16 + 0.01 for row in rows]
+    assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, limits, strict=True)), "peers count once"
     if name == "pipeline":
         assert {row["pipeline/idle_share"] for row in rows if "loss" in row} <= {1 / (n + 1) for n in range(1, 99)}
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines have the weights that the ranks trained"
@@ -352,7 +358,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_valid_numbers(tmp_path: Pa
     make_model(tmp_path, hidden_size=72, intermediate_size=96, num_attention_heads=9, num_key_value_heads=3)
     architecture = read_architecture(tmp_path)
     check_model(TrainSettings(tensor_parallel_degree=3, context_parallel_degree=2), 6, architecture)
-    for settings, said, works in (
+    for settings, message, works in (
         (
             TrainSettings(tensor_parallel_degree=2),
             "9 heads and 3 key heads",
@@ -376,7 +382,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_valid_numbers(tmp_path: Pa
     ):
         with pytest.raises(ConfigError) as error:
             check_model(settings, 2, architecture)
-        assert said in error.value.message
+        assert message in error.value.message
         assert works in error.value.hint
 
 

@@ -55,22 +55,22 @@ def layer(case: Case) -> tuple[Any, list[torch.Tensor], tuple[torch.Tensor, ...]
     generator = torch.Generator().manual_seed(0)
     inner = experts.inner_experts
     for name, parameter in list(inner.named_parameters()):
-        whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        own = whole[rank * size : (rank + 1) * size].clone()
-        setattr(inner, name, torch.nn.Parameter(own, requires_grad=name not in case.frozen))
+        full_weights = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        rank_weights = full_weights[rank * size : (rank + 1) * size].clone()
+        setattr(inner, name, torch.nn.Parameter(rank_weights, requires_grad=name not in case.frozen))
     experts.token_dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("ep",)))
     generator.manual_seed(rank + 1)
     x = torch.randn(1, TOKENS, DIM, generator=generator, dtype=torch.float64).requires_grad_(not case.fixed_inputs)
     scores = torch.rand(1, TOKENS, 1, generator=generator, dtype=torch.float64).requires_grad_()
-    chosen = (torch.arange(TOKENS) % case.hot)[None, :, None]
-    counts = torch.bincount(chosen.flatten(), minlength=case.experts)
-    trained = [each for each in (x, scores, *inner.parameters()) if each.requires_grad]
-    return experts, trained, (x, scores, chosen, counts)
+    expert_ids = (torch.arange(TOKENS) % case.hot)[None, :, None]
+    counts = torch.bincount(expert_ids.flatten(), minlength=case.experts)
+    trained = [tensor for tensor in (x, scores, *inner.parameters()) if tensor.requires_grad]
+    return experts, trained, (x, scores, expert_ids, counts)
 
 
 def both_ways(rank: int, cases: Sequence[Case]) -> list[list[list[torch.Tensor]]]:
     """Outputs and gradients of plain and least-loaded, after two backward passes through each graph."""
-    found = []
+    case_ways = []
     for case in cases:
         experts, trained, inputs = layer(case)
         ways = []
@@ -79,22 +79,24 @@ def both_ways(rank: int, cases: Sequence[Case]) -> list[list[list[torch.Tensor]]
             out.square().sum().backward(retain_graph=not case.recomputed)
             if not case.recomputed:
                 out.sum().backward()
-            ways.append([out.detach(), *(each.grad for each in trained)])
-            for each in trained:
-                each.grad = None
+            ways.append([out.detach(), *(tensor.grad for tensor in trained)])
+            for tensor in trained:
+                tensor.grad = None
         assert experts.heaviest[0] > 1.9
         assert experts.heaviest[1] <= 1.1, experts.heaviest
-        found.append(ways)
-    return found
+        case_ways.append(ways)
+    return case_ways
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_lent_experts_have_the_outputs_and_gradients_of_plain_ones(ranks: int):
     cases = {name: case for name, case in CASES.items() if case.ranks == ranks}
-    for found in run_ranks(both_ways, ranks, list(cases.values()), deadline_s=120):
-        for name, (plain, ours) in zip(cases, found, strict=True):
-            for one, other in zip(plain, ours, strict=True):
-                torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-11, msg=lambda said, name=name: name + said)
+    for rank_ways in run_ranks(both_ways, ranks, list(cases.values()), deadline_s=120):
+        for name, (plain, ours) in zip(cases, rank_ways, strict=True):
+            for expected, other in zip(plain, ours, strict=True):
+                torch.testing.assert_close(
+                    other, expected, rtol=1e-12, atol=1e-11, msg=lambda said, name=name: name + said
+                )
 
 
 def received_shapes(rank: int) -> list[list[tuple[int, ...]]]:

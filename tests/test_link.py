@@ -135,8 +135,8 @@ def test_what_plain_pickle_cannot_do_travels_too(shared: Shared):
             class Local:
                 value = 3
 
-            _, found = await replica.ask("answer", Local(), deadline_s=LONG_S)
-            assert (type(found), found.value) == (Local, 3)
+            _, local = await replica.ask("answer", Local(), deadline_s=LONG_S)
+            assert (type(local), local.value) == (Local, 3)
             assert await replica.ask("run", lambda: Local.value + 1, deadline_s=LONG_S) == 4
             doubled = await replica.ask("run", lambda: lambda x: 2 * x, deadline_s=LONG_S)
             assert doubled(4) == 8
@@ -409,13 +409,13 @@ async def test_replies_wait_in_the_replica_until_the_controller_collects_some():
         for _ in range(1000):
             await asyncio.sleep(0)
         assert len(end._replies) == 4, "a pickle is a little longer than its bytes"
-        found = []
-        while len(found) < 2 * items:
+        replies_collected = []
+        while len(replies_collected) < 2 * items:
             replies = pickle.loads(await end.collect(LONG_S))
             assert len(replies) <= 2, "a message is bounded too"
-            found += replies
+            replies_collected += replies
         assert end._waiting_bytes == 0
-        assert sorted(number for number, *_ in found) == [0] * (items + 1) + list(range(1, items))
+        assert sorted(number for number, *_ in replies_collected) == [0] * (items + 1) + list(range(1, items))
 
     await main()
 
@@ -450,7 +450,7 @@ class Large:
 
 
 async def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(monkeypatch: pytest.MonkeyPatch):
-    sent, Part.freed_in = [], []
+    sent_parts, Part.freed_in = [], []
 
     class Sent(Replica):
         def __init__(self) -> None:
@@ -458,7 +458,7 @@ async def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(mon
 
         async def call(self, method: str, data: bytes, first: bool, **_: object) -> None:  # type: ignore[override]
             assert type(data) is bytes, "what is sent is not copied before"
-            sent.append((method, first, len(data)))
+            sent_parts.append((method, first, len(data)))
 
     monkeypatch.setattr(replica_module, "_SLICE_BYTES", 100_000)
 
@@ -466,8 +466,8 @@ async def test_nothing_of_a_large_value_is_copied_or_freed_in_the_event_loop(mon
     await asyncio.sleep(0)
     assert len(Part.freed_in) == 9
     assert threading.get_ident() not in Part.freed_in
-    assert [first for _, first, _ in sent] == [True] + [False] * (len(sent) - 1)
-    assert len(sent) == 4
+    assert [first for _, first, _ in sent_parts] == [True] + [False] * (len(sent_parts) - 1)
+    assert len(sent_parts) == 4
 
 
 async def test_everything_in_flight_fails_when_the_replica_dies(tmp_path: Path):

@@ -126,9 +126,9 @@ class Live:
 
     def continued(self, before: Live | None, **flags: Any) -> Live:
         """Continues in another process, from a checkpoint that `before` wrote as it is now, or from the start."""
-        again = Live(self.folder, **flags)
-        asyncio.run(again.checkpointer.resume(before.checkpoint() if before else None))
-        return again
+        continued_live = Live(self.folder, **flags)
+        asyncio.run(continued_live.checkpointer.resume(before.checkpoint() if before else None))
+        return continued_live
 
 
 def change_all(live: Live) -> None:
@@ -173,12 +173,12 @@ def test_live_changes_hold_in_a_resumed_run_saved_or_not(saved_after: bool, tmp_
         checkpoint = Live(tmp_path, step=4)  # as it was
     change_all(live)
     live.checkpointer.step += saved_after
-    again = live.continued(checkpoint or live)
-    assert seen(again) == CHANGED
-    assert again.settings.knobs["reward"].read() == "7"
-    assert all("as it was changed live" in event for event in again.events)
-    assert [event.split(" ")[0] for event in again.events] == ["schedule", "mixture", "learning", "reward"]
-    assert seen(again.continued(again)) == CHANGED, "and once more"
+    resumed_live = live.continued(checkpoint or live)
+    assert seen(resumed_live) == CHANGED
+    assert resumed_live.settings.knobs["reward"].read() == "7"
+    assert all("as it was changed live" in event for event in resumed_live.events)
+    assert [event.split(" ")[0] for event in resumed_live.events] == ["schedule", "mixture", "learning", "reward"]
+    assert seen(resumed_live.continued(resumed_live)) == CHANGED, "and once more"
     assert seen(live.continued(None)) == CHANGED, "also from the start, where there is no checkpoint"
 
 
@@ -208,18 +208,18 @@ def test_flags_changed_on_resuming_win_over_live_changes(
 ):
     live = Live(tmp_path)
     change_all(live)
-    again = live.continued(live, **flags)
-    assert seen(again) == expected
-    assert said in "\n".join(again.events)
+    resumed_live = live.continued(live, **flags)
+    assert seen(resumed_live) == expected
+    assert said in "\n".join(resumed_live.events)
 
 
 def test_adapting_that_was_set_live_holds_and_flags_that_change_win(tmp_path: Path):
     live = Live(tmp_path)
     live.mixture.adapt(Adapting(adapt="success", most=0.8))
     live.mixture["a"] = 0.3
-    again = live.continued(live)
-    assert again.mixture.adapting.most == 0.8
-    assert again.mixture["a"] == 0.3
+    resumed_live = live.continued(live)
+    assert resumed_live.mixture.adapting.most == 0.8
+    assert resumed_live.mixture["a"] == 0.3
     other = live.continued(live, adapting=Adapting(adapt="success", most=0.7))
     assert other.mixture.adapting.most == 0.7
     assert other.mixture["a"] == 0.5, "set by hand no more"
@@ -246,9 +246,9 @@ def test_flags_changed_on_resuming_hold_after_a_rollback_to_a_checkpoint_of_befo
 def test_a_reward_typed_at_a_prompt_is_not_restored_with_a_warning(tmp_path: Path):
     live = Live(tmp_path)
     asyncio.run(live.reward.replace(lambda task, text: 1.0))
-    again = live.continued(live)
-    assert again.reward.function == Flagged()
-    assert "set it again" in again.events[-1]
+    resumed_live = live.continued(live)
+    assert resumed_live.reward.function == Flagged()
+    assert "set it again" in resumed_live.events[-1]
 
 
 def test_a_reward_that_is_gone_is_named_as_a_live_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -165,13 +165,13 @@ def test_a_change_of_replicas_that_is_refused_in_part_changes_nothing() -> None:
                 raise ConfigError("no room")
             self.replicas = replicas
 
-    services, said = {"engines": Service(), "environments": Service()}, list[str]()
-    knob = replicas_knob(services, said.append, said.append)
+    services, texts = {"engines": Service(), "environments": Service()}, list[str]()
+    knob = replicas_knob(services, texts.append, texts.append)
     for values in ({"engines": 3, "rewards": 2}, {"engines": 3, "environments": 5}):
         with pytest.raises(ConfigError):
             knob.put(values)
-        assert (knob.read(), knob.changes(), said) == ({"engines": 1, "environments": 1}, {}, [])
+        assert (knob.read(), knob.changes(), texts) == ({"engines": 1, "environments": 1}, {}, [])
     knob.put({"engines": 3, "environments": 2})
     assert knob.changes() == {"engines": 3, "environments": 2}
     knob.put({})
-    assert said == ["engines 1 -> 3, environments 1 -> 2"]
+    assert texts == ["engines 1 -> 3, environments 1 -> 2"]

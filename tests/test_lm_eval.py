@@ -54,12 +54,12 @@ def peer(folder: Path, version: str = "0.4.13") -> Path:
 
 def run(python: Path, out: Path, task: str = "arc") -> tuple[dict[str, Any], list[tuple[str, int, int]], list[str]]:
     bars: list[tuple[str, int, int]] = []
-    told: list[str] = []
+    warnings: list[str] = []
     settings = {"tasks": [task], "output_path": str(out)}
-    found = asyncio.run(
-        run_lm_eval(python, settings, "the-key", progress=lambda *each: bars.append(each), tell=told.append)
+    results = asyncio.run(
+        run_lm_eval(python, settings, "the-key", progress=lambda *each: bars.append(each), tell=warnings.append)
     )
-    return found, bars, told
+    return results, bars, warnings
 
 
 def test_progress_and_problems_are_shown_and_the_key_is_its_only_secret(
@@ -67,12 +67,12 @@ def test_progress_and_problems_are_shown_and_the_key_is_its_only_secret(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "not for it")
     monkeypatch.setenv("OPENAI_API_KEY", "nor this")
-    found, bars, told = run(peer(tmp_path), tmp_path / "out")
+    results, bars, warnings = run(peer(tmp_path), tmp_path / "out")
     assert bars == [("Requesting API", 0, 4), ("Requesting API", 2, 4), ("reading tasks", 4, 4)]
-    assert told == [r"2026-01-01:00:00:00 WARNING  [models.api_models:2] API request failed: \x1b[2J"]
-    assert found["variables"]["OPENAI_API_KEY"] == "the-key"
-    assert "not for it" not in found["variables"].values()
-    assert "the-key" not in " ".join(found["arguments"])
+    assert warnings == [r"2026-01-01:00:00:00 WARNING  [models.api_models:2] API request failed: \x1b[2J"]
+    assert results["variables"]["OPENAI_API_KEY"] == "the-key"
+    assert "not for it" not in results["variables"].values()
+    assert "the-key" not in " ".join(results["arguments"])
     assert "the-key" not in (tmp_path / "out" / "settings.json").read_text()
     assert b"no aggregation" in (tmp_path / "out" / "lm-eval.log").read_bytes()
     assert (tmp_path / "out").stat().st_mode & 0o077 == 0
@@ -115,19 +115,19 @@ def test_the_interpreter_is_this_one_the_users_or_one_that_is_made(tmp_path: Pat
         patch.setattr(lm_eval, "_VERSION_S", 0.2)
         with pytest.raises(ConfigError, match=r"slow cannot say .*: no answer within 0\.2 s"):
             find_python(str(slow))
-    asked: list[object] = []
+    requests: list[object] = []
 
     def made(requirements: object, *, python: str, flag: str) -> Path:
-        asked.append((requirements, python, flag))
+        requests.append((requirements, python, flag))
         return peer(tmp_path)
 
     monkeypatch.setattr(lm_eval, "interpreter", made)
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     assert find_python() == (named, "0.4.13")
-    assert asked == [(lm_eval.PACKAGES, "", "--lm-eval-python PATH")]
+    assert requests == [(lm_eval.PACKAGES, "", "--lm-eval-python PATH")]
     monkeypatch.setattr(sys, "executable", str(named))
     assert find_python() == (named, "0.4.13")
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize(
@@ -143,28 +143,28 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
         for file in tiny_model.iterdir():
             (folder / file.name).symlink_to(file)
         (folder / "tokenizer.json").unlink()
-        told = json.loads((tiny_model / "tokenizer.json").read_text())
-        bos = next(each for each in told["added_tokens"] if each["content"] == "<|im_start|>")
+        tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+        bos = next(token for token in tokenizer["added_tokens"] if token["content"] == "<|im_start|>")
         special = {"id": bos["content"], "ids": [bos["id"]], "tokens": [bos["content"]]}
         single = [{"SpecialToken": {"id": bos["content"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-        told["post_processor"] = {
+        tokenizer["post_processor"] = {
             "type": "TemplateProcessing",
             "single": single,
             "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {bos["content"]: special},
         }
-        (folder / "tokenizer.json").write_text(json.dumps(told))
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     endpoint = Endpoint(
         url="http://127.0.0.1:1/v1", key="k", model="m", folder=folder, max_model_len=512, concurrent=256
     )
     config = LmEvalConfig(lm_eval=("arc_easy", "gsm8k"), limit=7, chat_template=chat, include_path=ROOT / "tests")
-    found = lm_eval_settings(config, endpoint, tmp_path)
-    arguments = found["model_args"]
+    settings = lm_eval_settings(config, endpoint, tmp_path)
+    arguments = settings["model_args"]
     assert arguments["add_bos_token"] is expected
     assert (arguments["base_url"], arguments["tokenizer"]) == ("http://127.0.0.1:1/v1/completions", str(folder))
     assert (arguments["max_length"], arguments["num_concurrent"]) == (512, 64)
-    assert (found["tasks"], found["limit"], found["num_fewshot"]) == (["arc_easy", "gsm8k"], 7, None)
-    assert (found["apply_chat_template"], found["include_path"]) == (chat, str(ROOT / "tests"))
+    assert (settings["tasks"], settings["limit"], settings["num_fewshot"]) == (["arc_easy", "gsm8k"], 7, None)
+    assert (settings["apply_chat_template"], settings["include_path"]) == (chat, str(ROOT / "tests"))
     long = lm_eval_settings(config, replace(endpoint, max_model_len=1 << 20), tmp_path)["model_args"]["max_length"]
     assert 512 < long < 1 << 20, "what the gateway scores"
 

@@ -101,11 +101,11 @@ def test_a_gradient_written_over_the_logits_is_used_once(dtype, temperature):
     logits, targets = example()
     weights, gradients = torch.linspace(-1, 2, len(targets)), []
     for overwrite in (False, True):
-        given = logits.clone().to(dtype).requires_grad_()
-        computed, scoring = given * 1, Scoring(temperature=temperature)
+        inputs = logits.clone().to(dtype).requires_grad_()
+        computed, scoring = inputs * 1, Scoring(temperature=temperature)
         logprobs, *_ = token_scores(computed, targets, scoring, chunk_tokens=3, overwrite_logits=overwrite)
         (weights * logprobs).sum().backward(retain_graph=True)
-        gradients.append(given.grad.clone())
+        gradients.append(inputs.grad.clone())
         assert torch.equal(computed.detach(), (gradients if overwrite else [logits.to(dtype)])[-1])
     assert torch.equal(*gradients)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -145,17 +145,17 @@ def test_entropy_has_a_gradient_if_asked_over_shared_distributions(chunk_tokens:
     several = torch.stack([targets, (targets + 1) % 5, (targets + 2) % 5], dim=1)
     several[2] = several[2].where(several[2] != 3, 0)
     slopes, entropy_slopes = torch.randn(7, 3), torch.randn(7)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for ours in (True, False):
-        given = logits.double().requires_grad_()
+        inputs = logits.double().requires_grad_()
         if ours:
             scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
-            logprobs, entropy, squares, _ = token_scores(given, several, scoring, chunk_tokens=chunk_tokens)
+            logprobs, entropy, squares, _ = token_scores(inputs, several, scoring, chunk_tokens=chunk_tokens)
         else:
-            p = (given / 0.7).softmax(dim=1)
+            p = (inputs / 0.7).softmax(dim=1)
             logp = p.clamp(min=1e-300).log()
             logprobs, entropy, squares = logp.gather(1, several), -(p * logp).sum(dim=1), p.square().sum(dim=1)
         ((slopes * logprobs).sum() + (entropy_slopes * entropy).sum()).backward()
-        found.append(torch.cat([given.grad, logprobs, entropy[:, None], squares[:, None]], dim=1).detach())
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+        results.append(torch.cat([inputs.grad, logprobs, entropy[:, None], squares[:, None]], dim=1).detach())
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
     assert not token_scores(logits.requires_grad_(), targets).entropy.requires_grad

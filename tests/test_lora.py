@@ -68,9 +68,9 @@ def test_adapters_switched_off_are_the_model_that_training_started_from(tmp_path
     make_model(tmp_path)
     start = engine_of(tmp_path, LoRAConfig()).logprobs(laid.rows, temperature=1.0)
     loss = ClippedSurrogate(kl_coef=0.3)
-    engine, whole = (engine_of(tmp_path, LoRAConfig(rank=4 * on), reference=True) for on in (1, 0))
+    engine, full_engine = (engine_of(tmp_path, LoRAConfig(rank=4 * on), reference=True) for on in (1, 0))
     assert engine._reference is None
-    assert whole._reference is not None
+    assert full_engine._reference is not None
     train_batch(engine, laid, loss, total_updates=5)
     with without_adapters(engine.model):
         off = engine.scorer.logprobs(engine.model, laid.rows, 1.0)

@@ -112,8 +112,8 @@ def test_ranks_that_shard_a_base_in_bfloat16_publish_its_sums(tmp_path: Path):
         is_adapted = name.endswith(("q_proj.weight", "o_proj.weight", "down_proj.weight"))
         assert all(bool(change.any()) == is_adapted for change in changes), name
         if is_adapted:
-            first, *others = changes
-            assert all(float((first - other).norm() / first.norm()) < 0.5 for other in others), name
+            first, *other_changes = changes
+            assert all(float((first - other).norm() / first.norm()) < 0.5 for other in other_changes), name
 
 
 def publish_adapters(rank: int, folder: Path, settings: list[TrainSettings]) -> list[tuple[Any, Any, list[Any]]]:
@@ -131,8 +131,8 @@ def publish_adapters(rank: int, folder: Path, settings: list[TrainSettings]) -> 
         minibatch = replace(minibatch, rows=minibatch.rows[rank % shares :: shares])
         modules = [module for _, module in adapted_modules_of(engine.model)]
         for number, module in enumerate(modules):
-            whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number))
-            values_of(module.lora_B).copy_(slice_of(module.lora_B).of(whole))
+            full_weights = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number))
+            values_of(module.lora_B).copy_(slice_of(module.lora_B).of(full_weights))
         shards = layouts.shards_of(engine)
         reports, passes = engine.merged_reports(draft(engine.specs(), version=0, dtype=torch.float32)), []
         for _ in range(2):

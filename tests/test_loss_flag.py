@@ -62,7 +62,7 @@ def test_options_of_a_field_start_from_the_methods_default():
 def test_criteria_of_a_correction_are_chained_in_the_text():
     loss: Any = build_loss(["math=clipped:correction=geometric,correction.reject=seq_mean_k1:0.9_1.1+token_k3:0.1"])
     correction = loss.losses["math"].correction
-    assert [each[:2] for each in correction.criteria] == [("seq_mean", "k1"), ("token", "k3")]
+    assert [criterion[:2] for criterion in correction.criteria] == [("seq_mean", "k1"), ("token", "k3")]
     assert correction.proximal == "recompute"
 
 

@@ -26,9 +26,9 @@ def evaluate(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss on a row whose tokens all have weight 1, unless others say otherwise."""
     ids = torch.zeros(mask.shape, dtype=torch.int32)
-    given = dict.fromkeys(("versions", "episodes", "turns", "segments"), ids) | others
-    episodes = given["episodes"]
-    lengths = torch.stack([(mask & (episodes == each)).sum() for each in episodes])
+    columns = dict.fromkeys(("versions", "episodes", "turns", "segments"), ids) | others
+    episodes = columns["episodes"]
+    lengths = torch.stack([(mask & (episodes == episode)).sum() for episode in episodes])
     inputs = LossInputs(
         logprobs=logprobs,
         behaviour=behaviour,
@@ -37,7 +37,7 @@ def evaluate(
         reference=reference,
         lengths=lengths.clamp(min=1),
         counts=Counts(tokens=int(mask.sum()), sequences=1),
-        **{"weights": torch.ones(mask.shape), "entropy": torch.linspace(0, 1, len(mask)), **given},
+        **{"weights": torch.ones(mask.shape), "entropy": torch.linspace(0, 1, len(mask)), **columns},
     )
     return call_loss(loss, inputs)  # type: ignore[return-value]
 
@@ -220,8 +220,8 @@ def test_k2_penalty_adds_the_log_ratio_to_the_gradient():
 def test_a_reference_without_a_coefficient_changes_nothing():
     logprobs, behaviour, advantages, mask, reference = example()
     plain, _ = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask)
-    given, _ = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask, reference)
-    assert given.item() == plain.item()
+    loss, _ = evaluate(ClippedSurrogate(), logprobs, behaviour, advantages, mask, reference)
+    assert loss.item() == plain.item()
 
 
 @pytest.mark.parametrize("kl_kind", ["k2", "k3"])
@@ -230,17 +230,17 @@ def test_microbatches_give_the_gradient_of_the_whole_batch(kl_kind, cuts):
     logprobs, behaviour, advantages, mask, reference = example()
     config = ClippedSurrogate(kl_coef=0.05, kl_kind=kl_kind)
     tokens = mask.sum()
-    whole, sums = evaluate(config, logprobs, behaviour, advantages, mask, reference)
-    expected = gradient(whole / tokens, logprobs)
+    total, sums = evaluate(config, logprobs, behaviour, advantages, mask, reference)
+    expected = gradient(total / tokens, logprobs)
 
     parts = zip(*(x.split(cuts) for x in (logprobs, behaviour, advantages, mask, reference)), strict=True)
-    counted = torch.zeros(())
+    clipped_tokens = torch.zeros(())
     for part in parts:
         loss, part_sums = evaluate(config, *part)
         (loss / tokens).backward()
-        counted += part_sums["clipped"]
+        clipped_tokens += part_sums["clipped"]
     torch.testing.assert_close(logprobs.grad, expected)
-    assert counted == sums["clipped"]
+    assert clipped_tokens == sums["clipped"]
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
@@ -342,7 +342,7 @@ def test_estimates_of_the_kl_are_right_on_average_or_nearly():
     logits, reference, _, _ = categorical()
     policy = logits.log_softmax(0).detach()
     exact = (policy.exp() * (policy - reference)).sum()
-    means = {kind: (policy.exp() * each).sum() for kind, each in kl_estimates(policy, reference).items()}
+    means = {kind: (policy.exp() * estimate).sum() for kind, estimate in kl_estimates(policy, reference).items()}
     torch.testing.assert_close(means["k1"], exact)
     torch.testing.assert_close(means["k3"], exact)
     d = policy - reference
@@ -354,16 +354,16 @@ def test_a_penalty_pulls_distant_tokens_back_although_ratios_are_clamped(distanc
     logprobs = torch.tensor([-30.0], dtype=torch.float64, requires_grad=True)
     mask, none = torch.tensor([True]), torch.zeros(1, dtype=torch.float64)
     reference, behaviour = logprobs.detach() - distance, logprobs.detach()
-    found = {}
+    slopes = {}
     for kind in ("k2", "k3"):
         loss = ClippedSurrogate(kl_coef=0.5, kl_kind=kind)
         total, _ = evaluate(loss, logprobs, behaviour, none, mask, reference)
-        found[kind] = gradient(total, logprobs).item()
-    assert found["k2"] == pytest.approx(0.5 * distance)
+        slopes[kind] = gradient(total, logprobs).item()
+    assert slopes["k2"] == pytest.approx(0.5 * distance)
     # on-policy, ratio * k3 has the derivative k3 + k3', with k3 along its tangent beyond 3
     edge = math.copysign(3.0, distance)
     slope = 1 - math.exp(-edge)
-    assert found["k3"] == pytest.approx(0.5 * (math.exp(-edge) - 1 + edge + slope * (distance - edge) + slope))
+    assert slopes["k3"] == pytest.approx(0.5 * (math.exp(-edge) - 1 + edge + slope * (distance - edge) + slope))
 
 
 def test_a_weight_of_0_keeps_infinite_terms_out():
@@ -376,7 +376,7 @@ def test_a_weight_of_0_keeps_infinite_terms_out():
         total, sums = evaluate(loss, logprobs, behaviour, torch.zeros(3), mask, reference, weights=weights)
         assert math.isfinite(total.item())
         assert gradient(total, logprobs).isfinite().all()
-        assert all(each.isfinite() for each in sums.values())
+        assert all(value.isfinite() for value in sums.values())
 
 
 def test_an_unknown_kl_kind_is_refused():
@@ -433,9 +433,11 @@ def test_k3_of_a_token_that_policies_disagree_about_is_bounded():
     logprobs = torch.tensor([-0.1, -20.0, -0.1], requires_grad=True)
     reference = torch.tensor([-20.0, -0.1, -0.1])
     penalty = kl_penalty(logprobs, reference, torch.tensor([15.0, 0.0, 15.0]) + logprobs - logprobs.detach(), "k3")
-    most = math.exp(3)  # the ratio's bound, and that of the slope of k3
+    max_ratio = math.exp(3)  # the ratio's bound, and that of the slope of k3
     # 19.9 above the reference: its slope of 1 - e^-3 goes on from 3; 19.9 below: 1 - e^3 from -3; equal: 0
-    above, below = math.exp(-3) + 2 + (1 - math.exp(-3)) * 16.9, most - 4 + (most - 1) * 16.9
-    torch.testing.assert_close(penalty, torch.tensor([most * above, below, 0.0]))
-    expected = torch.tensor([most * (1 - math.exp(-3)), below + 1 - most, 0.0])  # the ratio of the second has one too
+    above, below = math.exp(-3) + 2 + (1 - math.exp(-3)) * 16.9, max_ratio - 4 + (max_ratio - 1) * 16.9
+    torch.testing.assert_close(penalty, torch.tensor([max_ratio * above, below, 0.0]))
+    expected = torch.tensor(
+        [max_ratio * (1 - math.exp(-3)), below + 1 - max_ratio, 0.0]
+    )  # the ratio of the second has one too
     torch.testing.assert_close(gradient(penalty.sum(), logprobs), expected)

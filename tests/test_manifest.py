@@ -199,9 +199,9 @@ def test_what_was_not_to_be_written_is_refused():
         complete(drafted, [reports(drafted), [more]])
     # Nor what stays where an older version has it.
     drafted = draft(specs(changed=("b",)), version=4, dtype=torch.float32, base=published())
-    again = ShardReport(name="a", tensor_slice=TensorSlice.whole((4, 3)), fingerprint=0)
+    second_report = ShardReport(name="a", tensor_slice=TensorSlice.whole((4, 3)), fingerprint=0)
     with pytest.raises(WeightsError, match=r"version 4 was not to hold \['a'\]"):
-        complete(drafted, [[*reports(drafted), again]])
+        complete(drafted, [[*reports(drafted), second_report]])
 
 
 def test_a_version_without_tensors_is_refused():

@@ -33,11 +33,11 @@ def compiling() -> Iterator[None]:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts graphs of masks and of attention, which run uncompiled here; attention on a CPU has a gradient then."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def compiled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-            found[name] += 1
+            counts[name] += 1
             return graph.forward
 
         return torch.compile(function, backend=backend)
@@ -46,17 +46,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(attention, "_compiled_create_block_mask", compiled(flex_attention.create_block_mask, "mask"))
     compiled_attention = compiled(flex_attention.flex_attention, "attention")
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(compiled_attention))
-    return found
+    return counts
 
 
 def test_attention_is_compiled_without_a_search(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", None)
-    found: list[dict[str, bool]] = []
-    monkeypatch.setattr(torch, "compile", lambda function, options: found.append(options))
+    options_seen: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, options: options_seen.append(options))
     compile_attention()
     searched = FlexAttention.inductor_configs
-    assert found == [searched | {"max_autotune": False, "coordinate_descent_tuning": False}]
-    assert searched.keys() == found[0].keys(), "torchtitan's options have other names now"
+    assert options_seen == [searched | {"max_autotune": False, "coordinate_descent_tuning": False}]
+    assert searched.keys() == options_seen[0].keys(), "torchtitan's options have other names now"
 
 
 @pytest.mark.long
@@ -74,8 +74,8 @@ def test_rows_of_all_lengths_share_graphs_and_match_dense_masks(graphs: Counter[
                 with torch.set_grad_enabled(trains):
                     FlexAttention(FlexAttention.Config())(q, k, v, attention_masks=mask, enable_gqa=True)
             near = row.positions[chunk, None] - row.positions < (window or length)
-            found = flex_attention.create_mask(mask.mask_mod, 1, None, length // 2, length, device="cpu")
-            assert torch.equal(found[0, 0], dense_mask(row)[chunk] & near)
+            rank_mask = flex_attention.create_mask(mask.mask_mod, 1, None, length // 2, length, device="cpu")
+            assert torch.equal(rank_mask[0, 0], dense_mask(row)[chunk] & near)
     assert graphs == {"mask": 2, "attention": 3}
 
 

@@ -90,19 +90,19 @@ def test_only_all_weights_of_a_unit_in_their_order_are_one(tmp_path: Path):
 def test_a_sum_takes_gradients_of_one_weight_and_of_all():
     masters = [torch.nn.Parameter(torch.zeros(length, 2)) for length in (3, 1)]
     gradients = GradientSum(masters)
-    whole, first = SumPlace(gradients, None), SumPlace(gradients, 0)
+    every_row, first = SumPlace(gradients, None), SumPlace(gradients, 0)
     ones = torch.ones(4, 2, dtype=torch.bfloat16)
     first.add(ones[:3])
-    whole.add(ones)
-    whole.add_product(ones[:, :1], ones[:1])
+    every_row.add(ones)
+    every_row.add_product(ones[:, :1], ones[:1])
     assert masters[0].grad is not None
     assert masters[0].grad.tolist() == [[3.0, 3.0]] * 3
     assert masters[1].grad is not None
     assert masters[1].grad.tolist() == [[2.0, 2.0]]
     for master in masters:
         master.grad = None  # as an optimizer does
-    whole.add(ones)
-    whole.add_product(ones[:, :1], ones[:1])
+    every_row.add(ones)
+    every_row.add_product(ones[:, :1], ones[:1])
     first.add(ones[:3])
     first.add_rows(torch.tensor([1, 1]), ones[:2], 3)
     assert masters[0].grad.tolist() == [[3.0, 3.0], [5.0, 5.0], [3.0, 3.0]]

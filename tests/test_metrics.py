@@ -35,9 +35,9 @@ class FakeClock:
 
 
 def test_means_of_unequal_parts_merge_to_the_mean_of_the_whole() -> None:
-    whole = Mean(1.0 + 2.0 + 6.0 + 7.0, 4)
-    assert merge_all([{"x": Mean(1.0, 1)}, {"x": Mean(2.0 + 6.0 + 7.0, 3)}]) == {"x": whole}
-    assert reduce({"loss": whole}) == {"loss": 4.0}
+    total = Mean(1.0 + 2.0 + 6.0 + 7.0, 4)
+    assert merge_all([{"x": Mean(1.0, 1)}, {"x": Mean(2.0 + 6.0 + 7.0, 3)}]) == {"x": total}
+    assert reduce({"loss": total}) == {"loss": 4.0}
 
 
 def test_every_grouping_of_parts_merges_to_the_same() -> None:
@@ -58,8 +58,8 @@ def test_a_name_that_only_some_parts_have_is_merged_from_those() -> None:
 
 
 def test_a_merge_does_not_hide_nan_in_either_order() -> None:
-    for one, other in ((1.0, math.nan), (math.nan, 1.0)):
-        assert math.isnan(reduce(merge_all([{"x": Max(one)}, {"x": Max(other)}]))["x"])
+    for value, other in ((1.0, math.nan), (math.nan, 1.0)):
+        assert math.isnan(reduce(merge_all([{"x": Max(value)}, {"x": Max(other)}]))["x"])
 
 
 def test_a_mean_over_nothing_is_nan_and_leaves_others_unchanged() -> None:
@@ -91,8 +91,10 @@ def test_tokens_are_counted_by_lag_over_all_turns() -> None:
     task = Task(id="1", source="s", messages=())
 
     def group(*episodes: list[tuple[int, ...]]) -> Group:
-        made = [Episode(task=task, turns=tuple(turn(versions) for versions in turns)) for turns in episodes]
-        return Group(task=task, episodes=tuple(made))
+        episodes_of_group = [
+            Episode(task=task, turns=tuple(turn(versions) for versions in turns)) for turns in episodes
+        ]
+        return Group(task=task, episodes=tuple(episodes_of_group))
 
     def turn(versions: tuple[int, ...]) -> Turn:
         zeros = (0,) * len(versions)
@@ -217,8 +219,8 @@ def test_a_phase_that_fails_is_timed_and_ended() -> None:
 def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
     time = FakeClock()
     clock = PhaseClock(time)
-    seen: list[tuple[str, float, float, str]] = []
-    clock.ended.add(lambda name, begin, end: seen.append((name, begin, end, clock.current)))
+    phases: list[tuple[str, float, float, str]] = []
+    clock.ended.add(lambda name, begin, end: phases.append((name, begin, end, clock.current)))
 
     def fail() -> None:
         time.seconds += 4.0
@@ -226,11 +228,11 @@ def test_a_listener_is_told_each_phase_at_its_end_also_one_that_fails() -> None:
 
     with clock.phase("rollout"):
         time.seconds += 2.0
-        assert seen == []
+        assert phases == []
     time.seconds += 1.0
     with pytest.raises(KeyError), clock.phase("train"):
         fail()
-    assert seen == [("rollout", 100.0, 102.0, ""), ("train", 103.0, 107.0, "")]
+    assert phases == [("rollout", 100.0, 102.0, ""), ("train", 103.0, 107.0, "")]
     assert clock.finish_step() == {"seconds/rollout": 2.0, "seconds/train": 4.0, "seconds/step": 7.0}
 
 
@@ -254,8 +256,8 @@ def test_a_gap_is_told_by_the_formats_of_both_sides():
     assert describe_gap(1e-4, engines="float32", trainer="float32") == ""
     assert describe_gap(0.04, engines="bfloat16", trainer="float32") == ""
     assert describe_gap(0.04, engines="float32", trainer="bfloat16") == "", "the trainer's roundings count as well"
-    told = describe_gap(0.01, engines="float32", trainer="float32")
-    assert told == "trainer's and engines' logprobs differ by 0.01 on average, more than 0.001"
+    warning = describe_gap(0.01, engines="float32", trainer="float32")
+    assert warning == "trainer's and engines' logprobs differ by 0.01 on average, more than 0.001"
     assert "--trainer.dtype" not in describe_gap(0.2, engines="bfloat16", trainer="bfloat16")
     assert "set --trainer.dtype bfloat16" in describe_gap(0.2, engines="bfloat16", trainer="float32")
 

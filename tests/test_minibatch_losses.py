@@ -27,41 +27,41 @@ def example(tokens: int = 600) -> dict[str, Any]:
         "entropy": drawn.exponential(size=tokens),
     }
     mask = drawn.random(tokens) < 0.7
-    return {name: np.where(mask, each, np.nan) for name, each in values.items()} | {"mask": mask}
+    return {name: np.where(mask, column, np.nan) for name, column in values.items()} | {"mask": mask}
 
 
 def compare(loss: Loss, expected: Any) -> dict[str, float]:
     """Compare loss and gradient with those of a function of the trained tokens' values; returns the sums."""
-    given = example()
-    tensors = {name: torch.from_numpy(each) for name, each in given.items()}
+    columns = example()
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
     logprobs = tensors.pop("logprobs").requires_grad_()
     total, sums = evaluate(loss, logprobs, **tensors)  # type: ignore[arg-type]
-    mask = given.pop("mask")
-    losses, slopes = expected(**{name: each[mask] for name, each in given.items()})
+    mask = columns.pop("mask")
+    losses, slopes = expected(**{name: column[mask] for name, column in columns.items()})
     np.testing.assert_allclose(total.item(), losses.sum(), rtol=1e-12)
     np.testing.assert_allclose(gradient(total, logprobs).numpy()[mask], slopes, rtol=1e-12, atol=1e-15)
     assert not gradient(evaluate(loss, logprobs, **tensors)[0], logprobs)[~torch.from_numpy(mask)].any()  # type: ignore[arg-type]
-    return {name: each.item() for name, each in sums.items()}
+    return {name: value.item() for name, value in sums.items()}
 
 
 def surrogate(r: np.ndarray, a: np.ndarray, high: float = 0.2) -> tuple[np.ndarray, np.ndarray]:
     """PPO's clipped loss and its derivative by the logprob."""
-    lost = ((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 0.8))
-    return -np.minimum(r * a, np.clip(r, 0.8, 1 + high) * a), np.where(lost, 0, -r * a)
+    is_clipped = ((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 0.8))
+    return -np.minimum(r * a, np.clip(r, 0.8, 1 + high) * a), np.where(is_clipped, 0, -r * a)
 
 
 @pytest.mark.parametrize("bound", [0.002, 0.04, 10.0])
 def test_m2po_drops_the_largest_until_the_mean_is_within_the_bound(bound: float):
     def expected(logprobs: np.ndarray, behaviour: np.ndarray, advantages: np.ndarray, entropy: np.ndarray) -> Any:
         log_ratio = logprobs - behaviour
-        kept = np.ones(len(log_ratio), bool)
-        trusted = {t for t in range(len(kept)) if log_ratio[t] * advantages[t] > 0}
+        is_trained = np.ones(len(log_ratio), bool)
+        trusted = {t for t in range(len(is_trained)) if log_ratio[t] * advantages[t] > 0}
         while trusted and np.mean([log_ratio[t] ** 2 for t in trusted]) > bound:
             worst = max(trusted, key=lambda t: log_ratio[t] ** 2)
-            kept[worst] = False
+            is_trained[worst] = False
             trusted.remove(worst)
-        loss = -np.exp(log_ratio) * advantages * kept
-        dropped.append(int((~kept).sum()))
+        loss = -np.exp(log_ratio) * advantages * is_trained
+        dropped.append(int((~is_trained).sum()))
         return loss, loss
 
     dropped: list[int] = []
@@ -79,9 +79,9 @@ def test_kl_cov_penalises_the_highest_covariances():
         log_ratio, count = logprobs - behaviour, int(0.05 * len(logprobs))
         # tokens without an advantage have no loss, and so no penalty
         covariance = np.where(advantages == 0, 0, covariances(advantages, logprobs))
-        chosen = np.isin(np.arange(len(logprobs)), np.argsort(-covariance)[:count])
+        is_penalised = np.isin(np.arange(len(logprobs)), np.argsort(-covariance)[:count])
         loss = -np.exp(log_ratio) * advantages
-        return loss + 0.5 * abs(log_ratio) * chosen, loss + 0.5 * np.sign(log_ratio) * chosen
+        return loss + 0.5 * abs(log_ratio) * is_penalised, loss + 0.5 * np.sign(log_ratio) * is_penalised
 
     assert compare(KlCov(cov_ratio=0.05, penalty=0.5), expected)["penalised"] > 10
 
@@ -96,8 +96,8 @@ def test_clip_cov_drops_some_of_those_within_its_bounds():
         count = int(0.05 * len(r))
         assert len(able) > 2 * count
         drawn = torch.Generator().manual_seed(derive_seed(0, "token choice", len(r)))  # of version 0
-        chosen = able[torch.randperm(len(able), generator=drawn).numpy()[:count]]
-        losses[chosen] = slopes[chosen] = 0
+        token_indices = able[torch.randperm(len(able), generator=drawn).numpy()[:count]]
+        losses[token_indices] = slopes[token_indices] = 0
         return losses, slopes
 
     trained = example()["mask"].sum()
@@ -105,11 +105,11 @@ def test_clip_cov_drops_some_of_those_within_its_bounds():
 
 
 def test_clip_cov_chooses_at_least_one_token_and_others_in_another_version():
-    given = {name: torch.from_numpy(each) for name, each in example().items()}
-    logprobs = given.pop("logprobs").requires_grad_()
+    columns = {name: torch.from_numpy(column) for name, column in example().items()}
+    logprobs = columns.pop("logprobs").requires_grad_()
 
     def found(**versions: torch.Tensor) -> torch.Tensor:
-        total, sums = evaluate(ClipCov(cov_low=0.0), logprobs, **given, **versions)  # type: ignore[arg-type]
+        total, sums = evaluate(ClipCov(cov_low=0.0), logprobs, **columns, **versions)  # type: ignore[arg-type]
         assert sums["cov_clipped"].item() == 1
         return gradient(total, logprobs)
 
@@ -121,10 +121,10 @@ def test_clip_cov_chooses_at_least_one_token_and_others_in_another_version():
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_only_tokens_of_high_entropy_have_a_gradient(share: float):
     def expected(logprobs: np.ndarray, behaviour: np.ndarray, advantages: np.ndarray, entropy: np.ndarray) -> Any:
-        kept = entropy >= np.quantile(entropy, 1 - share)
-        assert kept.mean() == pytest.approx(share, abs=0.01)
+        is_uncertain = entropy >= np.quantile(entropy, 1 - share)
+        assert is_uncertain.mean() == pytest.approx(share, abs=0.01)
         losses, slopes = surrogate(np.exp(logprobs - behaviour), advantages, 0.28)
-        return losses * kept, slopes * kept
+        return losses * is_uncertain, slopes * is_uncertain
 
     compare(ClippedSurrogate(top_entropy_quantile=share, dual_clip=math.inf), expected)
 
@@ -137,14 +137,14 @@ def test_a_quantile_is_numpys(share: float, count: int):
 
 
 def test_an_entropy_bonus_has_the_losss_mean_and_trains_all_groups():
-    given = {name: torch.from_numpy(each) for name, each in example().items()}
-    logprobs, entropy = (given.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
+    columns = {name: torch.from_numpy(column) for name, column in example().items()}
+    logprobs, entropy = (columns.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
     weights = torch.rand(600, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    plain, _ = evaluate(ClippedSurrogate(), logprobs, **given, weights=weights)  # type: ignore[arg-type]
+    plain, _ = evaluate(ClippedSurrogate(), logprobs, **columns, weights=weights)  # type: ignore[arg-type]
     loss = ClippedSurrogate(entropy_coef=0.1)
-    total, _ = evaluate(loss, logprobs, **given, weights=weights, entropy=entropy)  # type: ignore[arg-type]
-    assert total.item() - plain.item() == pytest.approx(-0.1 * (weights * entropy)[given["mask"]].sum().item())
-    torch.testing.assert_close(gradient(total, entropy), (-0.1 * weights).where(given["mask"], 0.0))
+    total, _ = evaluate(loss, logprobs, **columns, weights=weights, entropy=entropy)  # type: ignore[arg-type]
+    assert total.item() - plain.item() == pytest.approx(-0.1 * (weights * entropy)[columns["mask"]].sum().item())
+    torch.testing.assert_close(gradient(total, entropy), (-0.1 * weights).where(columns["mask"], 0.0))
     assert list(loss.needs) == ["entropy_gradient"]
     assert loss.keeps_uniform
     assert not ClippedSurrogate().keeps_uniform

@@ -67,9 +67,9 @@ def test_a_weight_is_one_part_and_its_box_stays():
 def test_a_block_of_a_stack_is_a_view_of_each_expert_in_it():
     tensor_slice = TensorSlice(start=(4, 0, 2), size=(2, 3, 5))  # experts 4 and 5, columns 2 to 6
     values = torch.randn(2, 3, 5)
-    found = list(parts("layers.1.moe.routed_experts.inner_experts.w2_EDF", (8, 3, 9), tensor_slice))
-    assert [part.name for part in found] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 5)]
-    for row, part in enumerate(found):
+    expert_parts = list(parts("layers.1.moe.routed_experts.inner_experts.w2_EDF", (8, 3, 9), tensor_slice))
+    assert [part.name for part in expert_parts] == [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in (4, 5)]
+    for row, part in enumerate(expert_parts):
         assert part.shape == (3, 9)
         assert part.tensor_slice == TensorSlice(start=(0, 2), size=(3, 5))
         assert torch.equal(part.of(values), values[row])

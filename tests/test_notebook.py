@@ -36,9 +36,9 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, nothi
         timeout=580,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    shown = done.stdout.split("--\n")
-    assert len(shown) == 1 + sum(cell["cell_type"] == "code" for cell in json.loads(notebook.read_text())["cells"])
-    assert "Run  step 0 of 10" in shown[0]
-    assert "{'easy'}" in shown[4], "the mixture without hard tasks"
-    assert "Out[7]: '" in shown[6], "an answer of the policy"
-    assert "Run  step 4 of 10" in shown[7]
+    outputs = done.stdout.split("--\n")
+    assert len(outputs) == 1 + sum(cell["cell_type"] == "code" for cell in json.loads(notebook.read_text())["cells"])
+    assert "Run  step 0 of 10" in outputs[0]
+    assert "{'easy'}" in outputs[4], "the mixture without hard tasks"
+    assert "Out[7]: '" in outputs[6], "an answer of the policy"
+    assert "Run  step 4 of 10" in outputs[7]

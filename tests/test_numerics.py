@@ -22,18 +22,20 @@ def turn(ids: list[int], logprobs: list[float]) -> Turn:
 
 
 def test_completions_are_compared_up_to_where_their_tokens_differ() -> None:
-    some = [turn([5, 6, 7], [-1.0, -2.0, -3.0]), turn([5, 6], [-1.0, -1.5])]
-    others = [turn([5, 8, 7], [-1.25, -2.0, -9.0]), turn([5, 6], [-1.0, -1.5])]
-    assert numerics._share_equal(some, some) == 1
-    assert numerics._share_equal(some, others) == 0.5
-    assert numerics._largest_difference(some, others) == 0.25, "from the second token on they are of other texts"
+    turns = [turn([5, 6, 7], [-1.0, -2.0, -3.0]), turn([5, 6], [-1.0, -1.5])]
+    changed_turns = [turn([5, 8, 7], [-1.25, -2.0, -9.0]), turn([5, 6], [-1.0, -1.5])]
+    assert numerics._share_equal(turns, turns) == 1
+    assert numerics._share_equal(turns, changed_turns) == 0.5
+    assert numerics._largest_difference(turns, changed_turns) == 0.25, (
+        "from the second token on they are of other texts"
+    )
     nearly = [turn([5, 6], [-1.0, math.nextafter(-1.5, 0)]), turn([5, 6], [-1.0, -1.5000001])]
-    assert numerics._share_equal([some[1]] * 2, nearly) == 0.5, "of which the first is the same in float32"
+    assert numerics._share_equal([turns[1]] * 2, nearly) == 0.5, "of which the first is the same in float32"
 
 
 def test_the_effective_sample_size_of_a_hand_worked_gap() -> None:
-    found = numerics._summary(torch.tensor([0.0, math.log(3.0)], dtype=torch.float64))
-    assert found == pytest.approx({"mean_gap": math.log(3) / 2, "max_gap": math.log(3), "equal": 0.5, "ess": 16 / 20})
+    summary = numerics._summary(torch.tensor([0.0, math.log(3.0)], dtype=torch.float64))
+    assert summary == pytest.approx({"mean_gap": math.log(3) / 2, "max_gap": math.log(3), "equal": 0.5, "ess": 16 / 20})
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
@@ -47,11 +49,11 @@ def test_linear_layers_are_rounded_with_a_scale_for_each_output(
     save_file(weights, tmp_path / "from" / "model.safetensors")
     (tmp_path / "from" / "config.json").write_text('{"hidden_size": 16}')
     folder = numerics._quantized(tmp_path / "from", tmp_path / "to", kind)
-    written = load_file(folder / "model.safetensors")
-    assert written["lm_head.weight"].equal(weights["lm_head.weight"])
-    was, scale = weights["model.a.q_proj.weight"], written["model.a.q_proj.weight_scale"]
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["lm_head.weight"].equal(weights["lm_head.weight"])
+    was, scale = weights["model.a.q_proj.weight"], tensors["model.a.q_proj.weight_scale"]
     assert scale.shape == (8, 1)
-    back = written["model.a.q_proj.weight"].float() * scale
+    back = tensors["model.a.q_proj.weight"].float() * scale
     assert ((back - was).abs() <= error * was.abs().amax(1, keepdim=True) + 1e-9).all()
     settings = json.loads((folder / "config.json").read_text())
     assert settings["hidden_size"] == 16

@@ -44,8 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
-    given = {"dtype": "float32", "seq_len": 64, "optimizer": optimizer, **settings}
-    return TitanEngine(folder, TrainSettings(**given), reference=True)
+    train_settings = {"dtype": "float32", "seq_len": 64, "optimizer": optimizer, **settings}
+    return TitanEngine(folder, TrainSettings(**train_settings), reference=True)
 
 
 def step(engine: TitanEngine, seed: int, ranks: int = 1) -> dict[str, Value]:
@@ -68,19 +68,19 @@ def held(engine: TitanEngine) -> dict[str, torch.Tensor]:
     for module in engine._reference.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a step leaves some of its weights whole
-    found = {}
+    tensors = {}
     for kind, model in (("policy", engine.model), ("reference", engine._reference)):
-        found |= {f"{kind}.{name}": values_of(parameter) for name, parameter in named_weights(model)}
-        found |= {f"{kind}.{name}": buffer for name, buffer in model.named_buffers()}
+        tensors |= {f"{kind}.{name}": values_of(parameter) for name, parameter in named_weights(model)}
+        tensors |= {f"{kind}.{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in named_weights(engine.model):
         state = engine.optimizer.state.get(parameter, {})
-        found |= {f"{kind}.{name}": values_of(value) for kind, value in state.items()}
-    return found
+        tensors |= {f"{kind}.{name}": values_of(value) for kind, value in state.items()}
+    return tensors
 
 
 def sizes(engine: TitanEngine) -> dict[str, int]:
     """Bytes of the storages of what is larger than a number."""
-    return {name: each.untyped_storage().nbytes() for name, each in held(engine).items() if each.dim()}
+    return {name: tensor.untyped_storage().nbytes() for name, tensor in held(engine).items() if tensor.dim()}
 
 
 def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -89,12 +89,12 @@ def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def differing(one: dict[Any, torch.Tensor], other: dict[Any, torch.Tensor]) -> set[object]:
     """Names of what is not the same, bit for bit."""
-    same = {
+    equal_names = {
         name
         for name in one.keys() & other.keys()
         if one[name].dtype == other[name].dtype and torch.equal(one[name], other[name])
     }
-    return (one.keys() | other.keys()) - same
+    return (one.keys() | other.keys()) - equal_names
 
 
 def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
@@ -108,7 +108,7 @@ def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
         assert leaves.offload() == 0
         assert leaves.onload() == moved
         storages = {
-            each.untyped_storage()._cdata: each.untyped_storage() for each in held(stays).values() if each.dim()
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held(stays).values() if tensor.dim()
         }
         assert moved == sum(storage.nbytes() for storage in storages.values()) > 0
         assert not differing(held(leaves), held(stays))
@@ -126,17 +126,17 @@ def check_steps(folder: Path, settings: dict[str, Any], ranks: int) -> None:
         assert not differing(published(leaves), published(stays))
         leaves.offload()
     leaves.onload()
-    now = held(leaves)
-    assert not differing(now, held(stays))
+    current_tensors = held(leaves)
+    assert not differing(current_tensors, held(stays))
     trained = {
         name
         for name, parameter in named_weights(leaves.model)
-        if parameter.requires_grad and len(now[f"policy.{name}"])
+        if parameter.requires_grad and len(current_tensors[f"policy.{name}"])
     }
-    assert trained == {name.removeprefix("policy.") for name in differing({n: now[n] for n in began}, began)}, (
-        "only the policy's trained weights moved"
-    )
-    assert {f"exp_avg.{name}" for name in trained} <= now.keys()
+    assert trained == {
+        name.removeprefix("policy.") for name in differing({n: current_tensors[n] for n in began}, began)
+    }, "only the policy's trained weights moved"
+    assert {f"exp_avg.{name}" for name in trained} <= current_tensors.keys()
 
 
 def test_state_that_stays_by_the_settings_does_not_leave(tmp_path: Path):
@@ -209,23 +209,26 @@ def test_gradients_of_layers_with_their_inputs_in_host_memory_are_the_same(
     """On a CPU host memory is a copy too: inputs leave the tensors that the layers were given."""
     make_model(tmp_path, "qwen3")
     monkeypatch.setattr(host_memory, "BUFFER_BYTES", 1000)
-    taken: list[HostCopy] = []
+    host_copies: list[HostCopy] = []
     copy = HostCopies.of
 
     def counted(self: HostCopies, values: torch.Tensor) -> HostCopy:
-        taken.append(copy(self, values))
-        return taken[-1]
+        host_copies.append(copy(self, values))
+        return host_copies[-1]
 
     monkeypatch.setattr(HostCopies, "of", counted)
-    how = {"dtype": dtype, "activation_checkpointing": "full"}
-    plain, offloading = engine_of(tmp_path, **how), engine_of(tmp_path, enable_activation_offload=True, **how)
+    engine_settings = {"dtype": dtype, "activation_checkpointing": "full"}
+    plain, offloading = (
+        engine_of(tmp_path, **engine_settings),
+        engine_of(tmp_path, enable_activation_offload=True, **engine_settings),
+    )
     for seed in range(2):
         expected = step(plain, seed)
-        assert not taken
-        found = step(offloading, seed)
-        inputs = [sum(map(len, each.pieces)) for each in taken]
-        assert found == expected | {"activations/offloaded_bytes": Sum(float(sum(inputs)))}
-        taken.clear()
+        assert not host_copies
+        metrics = step(offloading, seed)
+        inputs = [sum(map(len, host_copy.pieces)) for host_copy in host_copies]
+        assert metrics == expected | {"activations/offloaded_bytes": Sum(float(sum(inputs)))}
+        host_copies.clear()
     assert not differing(held(plain), held(offloading))
     architecture, each = offloading.architecture, max(inputs)
     layers = architecture.layers
@@ -306,13 +309,20 @@ def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPa
 
 def test_copies_lie_without_gaps_in_buffers_of_one_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_memory, "BUFFER_BYTES", 64)
-    given = [torch.arange(50.0), torch.tensor(3), torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(), torch.empty(0)]
+    tensors = [
+        torch.arange(50.0),
+        torch.tensor(3),
+        torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(),
+        torch.empty(0),
+    ]
     copies = HostCopies()
-    made = [copies.of(values) for values in given]
+    host_copies = [copies.of(values) for values in tensors]
     buffers = {
-        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for each in made for piece in each.pieces
+        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes()
+        for host_copy in host_copies
+        for piece in host_copy.pieces
     }
     assert list(buffers.values()) == [64] * -(-(50 * 4 + 8 + 24 * 2) // 64)
-    for values, held in zip(given[:3], made[:3], strict=True):
-        assert torch.equal(held.joined(), values)
-    assert made[3].pieces == []
+    for values, host_copy in zip(tensors[:3], host_copies[:3], strict=True):
+        assert torch.equal(host_copy.joined(), values)
+    assert host_copies[3].pieces == []

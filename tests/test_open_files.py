@@ -13,13 +13,13 @@ from forge_rl.errors import TaskError
 
 def descriptors() -> set[Path]:
     """Return the files that this process has open."""
-    found = set()
+    paths = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            found.add(Path(os.readlink(f"/proc/self/fd/{name}")))
+            paths.add(Path(os.readlink(f"/proc/self/fd/{name}")))
         except OSError:
             continue  # the one that lists them
-    return found
+    return paths
 
 
 def test_the_files_opened_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

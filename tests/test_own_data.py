@@ -49,9 +49,9 @@ def test_a_run_on_a_file_resumes_at_the_exact_next_task(
     assert second.end(WAIT_S) == 0, second.output
     trained, begins = {}, []
     for command in (first, second):
-        lines = [found for line in command.lines if (found := re.fullmatch(r"trained (\d+): (.*)", line))]
+        lines = [match for line in command.lines if (match := re.fullmatch(r"trained (\d+): (.*)", line))]
         begins.append(int(lines[0][1]))
-        trained |= {int(found[1]): found[2].split() for found in lines}
+        trained |= {int(match[1]): match[2].split() for match in lines}
     assert begins[0] == 1
     assert begins[1] >= 2, "it was continued: only the newest checkpoint may not have been whole at the kill"
     assert [sorted(trained[step + 1]) for step in range(STEPS)] == [sorted(batch) for batch in expected]
@@ -63,5 +63,5 @@ def test_a_run_on_a_file_resumes_at_the_exact_next_task(
     assert run_here("tests.tiny_own", *shared, *flags, str(STEPS + 1), monkeypatch=monkeypatch) == 1
     printed = capsys.readouterr()
     assert "generator starting" not in printed.out
-    said = r"error: the files of 'sums' have changed since the run was saved.*\n.*restore the old files"
-    assert re.search(said, printed.err)
+    message = r"error: the files of 'sums' have changed since the run was saved.*\n.*restore the old files"
+    assert re.search(message, printed.err)

@@ -31,8 +31,8 @@ def two_hosts(tmp_path: Path, *hidden: Path) -> str:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    found = [{"question": f"What is {n} + {m}?", "answer": str(n + m)} for n in range(1, 5) for m in range(1, 9)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    task_rows = [{"question": f"What is {n} + {m}?", "answer": str(n + m)} for n in range(1, 5) for m in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, task_rows)))
     return str(tmp_path / "rows.jsonl")
 
 
@@ -60,8 +60,8 @@ def test_ranks_on_two_hosts_save_and_resume_through_the_controller(
     assert not command.strays()
     resumed = {row["step"]: row["loss"] for row in metrics(out) if "loss" in row}
 
-    whole = tiny_run(commands, tiny_model, tmp_path / "whole", *common, "--steps", "30", recipe="recipes.sft")
-    assert whole.end(240) == 0, whole.output
+    whole_run = tiny_run(commands, tiny_model, tmp_path / "whole", *common, "--steps", "30", recipe="recipes.sft")
+    assert whole_run.end(240) == 0, whole_run.output
     assert resumed == {row["step"]: row["loss"] for row in metrics(tmp_path / "whole") if "loss" in row}
     last = "checkpoints/step-000030/model/model.safetensors"
     assert (out / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
@@ -91,9 +91,9 @@ def test_engines_read_a_copied_model_and_send_their_logs(commands: list[Command]
     )
     assert command.end(400) == 0, command.output
     assert not command.strays()
-    found = [row for row in metrics(out) if "loss" in row]
-    assert [row["step"] for row in found] == [1, 2]
-    assert all(row.get("logprob_gap", 0) < 1e-4 for row in found)
+    step_rows = [row for row in metrics(out) if "loss" in row]
+    assert [row["step"] for row in step_rows] == [1, 2]
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in step_rows)
     logs = {path.name: path.read_text() for path in (out / "logs").glob("*.log")}
     assert logs.keys() >= {"trainer-0.log", "generator-0.log", "reward-0.log"}
     assert "scored there" in logs["reward-0.log"]

@@ -29,8 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
     subprocess.run([*command, "-w", out, copy], check=True)
-    (found,) = out.glob("*.whl")
-    return found
+    (wheel_file,) = out.glob("*.whl")
+    return wheel_file
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def test_apps_and_recipes_import_each_other_relatively():
 
 
 def test_the_command_lists_recipes_and_apps_and_says_its_version(unpacked: Path, tmp_path: Path):
-    shown = forge_rl(unpacked, tmp_path, "--help").stdout
-    assert "GRPO: group-relative policy optimisation" in shown
+    help_text = forge_rl(unpacked, tmp_path, "--help").stdout
+    assert "GRPO: group-relative policy optimisation" in help_text
     for name in ("agent-openai", "gateway", "grpo", "new"):
-        assert re.search(rf"^    {name}\s", shown, re.MULTILINE)
+        assert re.search(rf"^    {name}\s", help_text, re.MULTILINE)
     assert forge_rl(unpacked, tmp_path, "--version").stdout.startswith("forge_rl 0.")
     shown_of_grpo = forge_rl(unpacked, tmp_path, "grpo", "--help")
     assert "usage: forge-rl grpo" in shown_of_grpo.stdout
@@ -102,10 +102,10 @@ def test_a_recipe_copied_to_an_empty_folder_works_by_itself(recipe: str, unpacke
     assert done.returncode == 0, done.stderr
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     dumping = [sys.executable, "mine.py", "--dump-config"]
-    shown = subprocess.run(dumping, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert not shown.stderr
-    assert shown.stdout.startswith("# python mine.py --config FILE reads this")
-    config = tomllib.loads(shown.stdout)
+    process = subprocess.run(dumping, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not process.stderr
+    assert process.stdout.startswith("# python mine.py --config FILE reads this")
+    config = tomllib.loads(process.stdout)
     assert config["steps"]
     if "command" in config:
         agent = Path(shlex.split(config["command"])[1])

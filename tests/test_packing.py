@@ -164,13 +164,13 @@ def test_a_rewritten_history_is_a_branch_of_the_same_episode():
 
 
 def test_histories_that_go_on_differently_share_every_level():
-    whole = [10, 11, 12, 20, 21, 30, 31]
+    token_ids = [10, 11, 12, 20, 21, 30, 31]
     turns = [
-        *(turn(whole[:3], [20, 21]), turn(whole, [22])),
-        turn([*whole[:-1], 40, 41], [23]),  # another end of the history
-        turn([*whole, 22, 50], [24]),
+        *(turn(token_ids[:3], [20, 21]), turn(token_ids, [22])),
+        turn([*token_ids[:-1], 40, 41], [23]),  # another end of the history
+        turn([*token_ids, 22, 50], [24]),
     ]
-    (row,) = packed(batch_of([(0.0, turns), (1.0, [turn(whole[:3], [60])])])).rows
+    (row,) = packed(batch_of([(0.0, turns), (1.0, [turn(token_ids[:3], [60])])])).rows
     # The second segment has 20 21 in its history. 30 and 12 are computed twice, as what follows them has two values.
     assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 30, 31, 22, 50, 30, 40, 41, 12]
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 2]
@@ -247,11 +247,15 @@ def test_minibatches_are_of_whole_groups_and_count_those_left_out():
     result = packed(batch_of(*groups), Layout(minibatches=3, shares=2), drop_uniform=True).without_uniform
     # 4 groups are trained: one of three gets two, and the uniform one, of 4 tokens, goes to one of the others
     assert sorted(minibatch.sequences for minibatch in result.minibatches) == [2, 4, 4]
-    found = [trained_groups(part) for part in result.minibatches]
-    assert sorted(map(len, found)) == [1, 1, 2]
-    assert set.union(*found) == {0, 1, 3, 4}
-    tokens = [sum(p + 2 for p in part) for part in found]
-    assert sorted(part.tokens - own for part, own in zip(result.minibatches, tokens, strict=True)) == [0, 0, 4]
+    groups_of_minibatches = [trained_groups(part) for part in result.minibatches]
+    assert sorted(map(len, groups_of_minibatches)) == [1, 1, 2]
+    assert set.union(*groups_of_minibatches) == {0, 1, 3, 4}
+    tokens = [sum(p + 2 for p in part) for part in groups_of_minibatches]
+    assert sorted(part.tokens - token_count for part, token_count in zip(result.minibatches, tokens, strict=True)) == [
+        0,
+        0,
+        4,
+    ]
     assert result.trained_tokens == 2 + 5 + 3 + 6
     assert [len(minibatch.rows) for minibatch in result.minibatches] == [2, 2, 2]
     with pytest.raises(ConfigError, match="5 groups cannot be split into 6 minibatches"):
@@ -293,24 +297,24 @@ def test_minibatches_differ_by_epoch_and_repeat_by_seed_and_version():
         return [trained_groups(minibatch) for minibatch in laid.minibatches]
 
     first = cut(0)
-    assert all(first[at] | first[at + 1] == set(range(8)) for at in (0, 2, 4))
-    assert len({frozenset(map(frozenset, first[at : at + 2])) for at in (0, 2, 4)}) == 3
+    assert all(first[start] | first[start + 1] == set(range(8)) for start in (0, 2, 4))
+    assert len({frozenset(map(frozenset, first[start : start + 2])) for start in (0, 2, 4)}) == 3
     assert first == cut(0)
     assert first != cut(1)
     assert first != cut(0, version=8)
-    whole = packed(batch_of(*groups), Layout(epochs=3))
-    assert (whole.epochs, len(whole.minibatches)) == (1, 1), "one minibatch is the same each time"
+    packed_batch = packed(batch_of(*groups), Layout(epochs=3))
+    assert (packed_batch.epochs, len(packed_batch.minibatches)) == (1, 1), "one minibatch is the same each time"
 
 
 def test_an_episodes_length_counts_all_segments():
     rewritten = [turn([10, 11], [20, 21]), turn([12, 13], [22]), turn([10, 11, 20, 21, 14], [23, 24, 25])]
     result = packed(batch_of([(0.0, rewritten), (1.0, [turn([10, 11], [30])])]))
-    found = {
+    places = {
         (row.episodes[t].item(), row.segments[t].item(), row.turns[t].item(), row.lengths[t].item())
         for row in result.rows
         for t in row.mask.nonzero().flatten().tolist()
     }
-    assert found == {(0, 0, 0, 6), (0, 0, 2, 6), (0, 1, 1, 6), (1, 0, 0, 1)}
+    assert places == {(0, 0, 0, 6), (0, 0, 2, 6), (0, 1, 1, 6), (1, 0, 0, 1)}
 
 
 def test_nothing_to_learn_gives_no_rows():
@@ -349,17 +353,17 @@ def test_packing_twice_gives_the_same_rows():
 def test_rows_travel_whole_as_arrays():
     [row] = packed(batch_of(simple([[20, 21], [30]], [10, 11]))).rows
     routed = torch.arange(len(row) * 2, dtype=torch.int16).reshape(-1, 1, 2)
-    for sent in (row, replace(row, routed=routed, columns={"values": routed[:, 0, 0].float()})):
-        data = pickle.dumps(sent)
+    for original_row in (row, replace(row, routed=routed, columns={"values": routed[:, 0, 0].float()})):
+        data = pickle.dumps(original_row)
         assert b"torch" not in data, "torch pickles a tensor by a class made for it, which is garbage in a circle"
-        came = pickle.loads(data)
-        assert came.tensors().keys() == sent.tensors().keys()
-        assert came.columns.keys() == sent.columns.keys()
-        found = came.tensors() | dict(came.columns)
-        for name, value in (sent.tensors() | dict(sent.columns)).items():
-            assert torch.equal(found[name], value), name
-            assert found[name].dtype == value.dtype
-        came.advantages[0] = 7.0  # what came may be written to
+        unpickled_row = pickle.loads(data)
+        assert unpickled_row.tensors().keys() == original_row.tensors().keys()
+        assert unpickled_row.columns.keys() == original_row.columns.keys()
+        tensors = unpickled_row.tensors() | dict(unpickled_row.columns)
+        for name, value in (original_row.tensors() | dict(original_row.columns)).items():
+            assert torch.equal(tensors[name], value), name
+            assert tensors[name].dtype == value.dtype
+        unpickled_row.advantages[0] = 7.0  # what came may be written to
 
 
 def test_unpack_returns_each_episode_in_token_order():

@@ -28,11 +28,13 @@ def batches(draw: st.DrawFn) -> Batch:
         for _ in range(size):
             turns, history = [], prompt
             for _ in range(draw(st.integers(1, 3))):
-                made = turn(history, draw(tokens), version=draw(st.integers(0, 3)), logprob=draw(st.floats(-9, -1)))
-                turns.append(made)
-                told = draw(tokens)
-                extended = [*made.prompt_ids, *made.token_ids, *told]
-                history = draw(st.sampled_from([extended, prompt + told, told]))
+                drawn_turn = turn(
+                    history, draw(tokens), version=draw(st.integers(0, 3)), logprob=draw(st.floats(-9, -1))
+                )
+                turns.append(drawn_turn)
+                reply_ids = draw(tokens)
+                extended = [*drawn_turn.prompt_ids, *drawn_turn.token_ids, *reply_ids]
+                history = draw(st.sampled_from([extended, prompt + reply_ids, reply_ids]))
             group.append((draw(st.sampled_from([0.0, 0.5, 1.0])), turns))
         groups.append(group)
     return batch_of(*groups)
@@ -71,17 +73,17 @@ def test_each_trained_token_is_a_target_once_and_sees_only_its_past(batch, layou
                     advantage = advantages[e // size, e % size].item()
                     expected[(e, s, tuple(segment.token_ids[: t + 1].tolist()), *about, advantage)] += 1
 
-    found: Counter[tuple[object, ...]] = Counter()
+    contexts: Counter[tuple[object, ...]] = Counter()
     for row in result.rows:
         visible = dense_mask(row)
         for t in row.mask.nonzero().flatten().tolist():
-            seen = visible[t].nonzero().flatten()
-            assert row.positions[seen].tolist() == list(range(len(seen)))
-            context = (*row.token_ids[seen].tolist(), row.targets[t].item())
+            visible_positions = visible[t].nonzero().flatten()
+            assert row.positions[visible_positions].tolist() == list(range(len(visible_positions)))
+            context = (*row.token_ids[visible_positions].tolist(), row.targets[t].item())
             about = (row.behaviour[t].item(), row.versions[t].item(), row.advantages[t].item())
-            found[(row.episodes[t].item(), row.segments[t].item(), context, *about)] += 1
-    assert found == expected
-    assert result.trained_tokens == found.total()
+            contexts[(row.episodes[t].item(), row.segments[t].item(), context, *about)] += 1
+    assert contexts == expected
+    assert result.trained_tokens == contexts.total()
     assert len(result.rows) % layout.shares == 0
 
 
@@ -175,13 +177,13 @@ def test_a_model_scores_packed_episodes_as_it_scores_each_alone(share_prefixes):
     model, batch = TinyModel().double(), two_turn_batch()
     layout = Layout(shares=2, seq_len=64, pad_multiple=8, share_prefixes=share_prefixes)
     result = packed(batch, layout)
-    found = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
+    logprobs = packed_logprobs(model, result, [dense_mask(row) for row in result.rows])
     alone = [lone_logprobs(model, episode) for episode in batch.episodes]
-    assert sorted(found) == list(range(len(alone)))
+    assert sorted(logprobs) == list(range(len(alone)))
     for e, expected in enumerate(alone):
-        torch.testing.assert_close(found[e], expected, atol=1e-12, rtol=0)
+        torch.testing.assert_close(logprobs[e], expected, atol=1e-12, rtol=0)
 
-    packed_gradient = torch.autograd.grad(sum(values.sum() for values in found.values()), list(model.parameters()))
+    packed_gradient = torch.autograd.grad(sum(values.sum() for values in logprobs.values()), list(model.parameters()))
     lone_gradient = torch.autograd.grad(sum(values.sum() for values in alone), list(model.parameters()))
     for a, b in zip(packed_gradient, lone_gradient, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
@@ -195,8 +197,10 @@ def test_a_model_that_sees_across_branches_scores_differently():
         torch.ones(len(row), len(row), dtype=torch.bool).tril() & (row.trees[:, None] == row.trees[None, :])
         for row in result.rows
     ]
-    found = packed_logprobs(model, result, same_tree)
-    gaps = [(found[e] - lone_logprobs(model, episode)).abs().max().item() for e, episode in enumerate(batch.episodes)]
+    logprobs = packed_logprobs(model, result, same_tree)
+    gaps = [
+        (logprobs[e] - lone_logprobs(model, episode)).abs().max().item() for e, episode in enumerate(batch.episodes)
+    ]
     assert max(gaps) > 1e-2
 
 
@@ -204,13 +208,13 @@ def test_columns_follow_their_tokens_through_branches_and_segments():
     turns = [turn([10, 11], [20, 21]), turn([10, 11, 20, 21, 90], [22]), turn([10, 12], [23])]
     batch = batch_of([(0.0, turns), (1.0, [turn([10, 11], [30, 31])])])
     values = [[np.array([1.0, 2.0, 3.0, 4.0], np.float32), np.array([5.0, 6.0], np.float32)]]
-    pairs = [[np.stack([each, -each], axis=1).astype(np.int32) for each in values[0]]]
+    pairs = [[np.stack([number, -number], axis=1).astype(np.int32) for number in values[0]]]
     laid = pack(batch, centered(batch), Layout(), drop_uniform=False, columns={"values": values, "pairs": pairs})
     (row,) = laid.rows
     by_token = {20: 1.0, 21: 2.0, 22: 3.0, 23: 4.0, 30: 5.0, 31: 6.0}
     expected = [by_token[t] if m else 0 for t, m in zip(row.targets.tolist(), row.mask.tolist(), strict=True)]
     assert row.columns["values"].tolist() == expected
-    assert row.columns["pairs"].tolist() == [[each, -each] for each in expected]
+    assert row.columns["pairs"].tolist() == [[number, -number] for number in expected]
     (minibatch,) = laid.minibatches
     assert (minibatch.observations, minibatch.group_size, minibatch.sources) == (1, 2, ("toy",))
     assert minibatch.scattered == frozenset()

@@ -35,10 +35,10 @@ THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</thi
 def with_calls(before: str, call: str, after: str, *, between: str = "", around: tuple[str, str] = ("", "")) -> str:
     """A template that writes calls so, after the content, or instead of it if they are a list."""
     calls = f"{before}{call}{after}{{{{ {between!r} if not loop.last }}}}"
-    written = f"{around[0]}{{% for c in m.tool_calls %}}{calls}{{% endfor %}}{around[1]}"
-    content = f"{THOUGHT}{{{{ m.content }}}}{{% if m.tool_calls %}}{written}{{% endif %}}"
+    calls_text = f"{around[0]}{{% for c in m.tool_calls %}}{calls}{{% endfor %}}{around[1]}"
+    content = f"{THOUGHT}{{{{ m.content }}}}{{% if m.tool_calls %}}{calls_text}{{% endif %}}"
     if around[0] == "[":  # as Llama 3.2, which writes calls alone
-        content = f"{{% if m.tool_calls %}}{written}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        content = f"{{% if m.tool_calls %}}{calls_text}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
     return TOOLS + CHATML.replace("{{ m.content }}", content)
 
 

@@ -49,8 +49,8 @@ def ids_of(outputs: list[EngineCoreOutput]) -> list[list[int]]:
 
 def test_the_first_token_goes_out_at_once_then_pieces_then_the_end() -> None:
     pieces, running = OutputPieces(), requests(a=3)
-    sent = [ids_of(pieces.join([output("a", token)], running)) for token in range(1, 7)]
-    assert sent == [[[1]], [], [], [[2, 3, 4]], [], []]
+    pieces_sent = [ids_of(pieces.join([output("a", token)], running)) for token in range(1, 7)]
+    assert pieces_sent == [[[1]], [], [], [[2, 3, 4]], [], []]
     (last,) = pieces.join([output("a", 7, finish_reason=FinishReason.LENGTH)], {})
     assert ids_of([last]) == [[5, 6, 7]]
     assert last.finish_reason == FinishReason.LENGTH
@@ -97,7 +97,7 @@ def test_each_token_goes_out_once_and_in_order(seed: int) -> None:
     running = requests(**{f"r{index}": draws.choice([None, 1, 2, 5, 32]) for index in range(6)})
     lengths = {name: draws.randint(1, 80) for name in running}
     counts = dict.fromkeys(running, 0)
-    sent: dict[str, list[int]] = {name: [] for name in running}
+    tokens_sent: dict[str, list[int]] = {name: [] for name in running}
     while running:
         step = []
         for name in [name for name in list(running) if draws.random() < 0.8]:
@@ -113,8 +113,8 @@ def test_each_token_goes_out_once_and_in_order(seed: int) -> None:
             outputs += pieces.flush()
         ids_of(outputs)
         for piece in outputs:
-            sent[piece.request_id] += piece.new_token_ids
-    assert sent == {name: list(range(length)) for name, length in lengths.items()}
+            tokens_sent[piece.request_id] += piece.new_token_ids
+    assert tokens_sent == {name: list(range(length)) for name, length in lengths.items()}
 
 
 def test_what_waits_goes_out_before_the_version_changes_and_with_its_own() -> None:

@@ -57,8 +57,8 @@ class NotingServices:
         return await self._note("onload")
 
     def pop(self) -> list[str]:
-        found, self.calls = self.calls, []
-        return found
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def shared() -> tuple[NotingServices, DeviceHandover]:
@@ -287,22 +287,22 @@ class Waits:
 
 
 async def test_guests_decode_only_in_waits_longer_than_the_handover() -> None:
-    here = Waits()
+    waits = Waits()
     back = ["sleep", "onload"]
-    assert await here.wait(9) == ["offload", *back], "guests are awake when they have started"
-    assert await here.wait(9) == ["offload", "wake", *back]
-    assert await here.wait(1) == ["offload", "wake", *back]  # took 4 s
-    assert await here.wait(5) == [], "it waited 3 s before"
-    assert await here.wait(5) == ["offload", "wake", *back]
-    assert await here.wait(0) == [], "a batch that is ready is not waited for"
-    assert here.own.pop() == []
-    assert here.devices.pop_metrics()["transition/wake_s"] == 3
+    assert await waits.wait(9) == ["offload", *back], "guests are awake when they have started"
+    assert await waits.wait(9) == ["offload", "wake", *back]
+    assert await waits.wait(1) == ["offload", "wake", *back]  # took 4 s
+    assert await waits.wait(5) == [], "it waited 3 s before"
+    assert await waits.wait(5) == ["offload", "wake", *back]
+    assert await waits.wait(0) == [], "a batch that is ready is not waited for"
+    assert waits.own.pop() == []
+    assert waits.devices.pop_metrics()["transition/wake_s"] == 3
 
-    assert await here.wait(1) == []
+    assert await waits.wait(1) == []
     for _ in range(20):
-        assert await here.wait(4) == [], "no longer than the change takes"
-    assert await here.wait(1) == ["offload", "wake", *back], "it may have become faster"
-    assert await here.wait(4) == []
+        assert await waits.wait(4) == [], "no longer than the change takes"
+    assert await waits.wait(1) == ["offload", "wake", *back], "it may have become faster"
+    assert await waits.wait(4) == []
 
 
 @pytest.mark.parametrize("fails", ["body", "offload", "onload", "offload onload", "body offload"])
@@ -314,36 +314,36 @@ def test_devices_come_back_from_guests_if_the_wait_ends_in_an_error(fails: str) 
                 raise ReplicaError("gone", service="reward")
 
     async def main() -> None:
-        here, unseen = Waits(), list[object]()
+        waits, unseen = Waits(), list[object]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        here.guest.fails = {*fails.split()} - {"body"}
+        waits.guest.fails = {*fails.split()} - {"body"}
         with pytest.raises(ReplicaError, match="gone"):
-            await wait(here)
+            await wait(waits)
         gc.collect()
         assert unseen == []
-        assert here.guest.pop() == ["offload", "sleep", "onload"]
-        await here.devices.free_devices()  # as before a trainer that died starts again
-        assert here.guest.pop() == ["sleep"]
-        here.devices._waited_s = math.inf
-        assert await here.wait(9) == ["offload", "wake", "sleep", "onload"]
+        assert waits.guest.pop() == ["offload", "sleep", "onload"]
+        await waits.devices.free_devices()  # as before a trainer that died starts again
+        assert waits.guest.pop() == ["sleep"]
+        waits.devices._waited_s = math.inf
+        assert await waits.wait(9) == ["offload", "wake", "sleep", "onload"]
 
     asyncio.run(main())
 
 
 async def test_a_guest_starts_again_while_its_devices_are_lent() -> None:
-    here = Waits()
-    async with here.devices.start_engine():
+    waits = Waits()
+    async with waits.devices.start_engine():
         pass  # an engine with devices of its own need not wait
 
     async def start() -> None:
-        async with here.devices.start_engine(guest=True):
-            here.guest.calls.append("started")
+        async with waits.devices.start_engine(guest=True):
+            waits.guest.calls.append("started")
             await asyncio.sleep(0.02)
-            here.guest.now += 60
+            waits.guest.now += 60
 
     starting = asyncio.create_task(start())
     await asyncio.sleep(0.01)
-    assert here.guest.pop() == []
-    assert await here.wait(9) == ["offload", "started", "sleep", "onload"]
+    assert waits.guest.pop() == []
+    assert await waits.wait(9) == ["offload", "started", "sleep", "onload"]
     await starting
-    assert await here.wait(9) == ["offload", "wake", "sleep", "onload"], "its start is no part of the change"
+    assert await waits.wait(9) == ["offload", "wake", "sleep", "onload"], "its start is no part of the change"

@@ -40,10 +40,10 @@ def placed(infos: dict[str, HostInfo], ranks: int = 1, placement: str = "auto") 
 
 
 def test_a_placement_is_a_word_a_table_in_a_line_or_a_file(tmp_path: Path):
-    chosen = PlacementChoice(devices="separate", hosts={"trainer": ("a", "b"), "reward": ("c",)})
+    choice = PlacementChoice(devices="separate", hosts={"trainer": ("a", "b"), "reward": ("c",)})
     (tmp_path / "placement.toml").write_text('devices = "separate"\ntrainer = ["a", "b"]\nreward = "c"\n')
-    for text in ("separate; trainer=a+b; reward=c", chosen.text, str(tmp_path / "placement.toml")):
-        assert read_placement(text) == chosen
+    for text in ("separate; trainer=a+b; reward=c", choice.text, str(tmp_path / "placement.toml")):
+        assert read_placement(text) == choice
     assert (read_placement("colocated").text, read_placement("").devices) == ("colocated", "auto")
     for text, problem in (
         ("shared", "'shared' is not a placement"),
@@ -69,19 +69,19 @@ def test_a_placement_is_a_word_a_table_in_a_line_or_a_file(tmp_path: Path):
 def test_a_default_uses_all_hosts(
     infos: dict[str, HostInfo], ranks: int, trainer: list[str], generator: list[str], reward: list[str]
 ):
-    found = placed(infos, ranks)
-    chosen = {"trainer": trainer, "generator": generator, "reward": reward, "environment": reward}
-    assert found.hosts == {name: tuple(each) for name, each in chosen.items()}
+    placement = placed(infos, ranks)
+    hosts_of = {"trainer": trainer, "generator": generator, "reward": reward, "environment": reward}
+    assert placement.hosts == {name: tuple(hosts) for name, hosts in hosts_of.items()}
 
 
 def test_a_choice_wins_and_is_checked():
     infos = hosts(a=GPU, b=GPU, c=CPU)
-    found = placed(infos, 2, "trainer=b+a;environment=a")
-    assert (found.hosts["trainer"], found.hosts["environment"]) == (("b", "a"), ("a",))
-    assert found.with_weights == (THIS_HOST, "b", "a")
-    assert (found.devices, found.meet) == (Devices(kind="cuda", gpus=8, gpu_bytes=80 << 30), True)
-    assert found.of("generator", {"a": 1}).gpus == {"a": ("1", "5", "GPU-7"), "b": GPU.gpus}
-    assert "host c: reward (8 cores, 16 GiB)" in found.lines()
+    placement = placed(infos, 2, "trainer=b+a;environment=a")
+    assert (placement.hosts["trainer"], placement.hosts["environment"]) == (("b", "a"), ("a",))
+    assert placement.with_weights == (THIS_HOST, "b", "a")
+    assert (placement.devices, placement.meet) == (Devices(kind="cuda", gpus=8, gpu_bytes=80 << 30), True)
+    assert placement.of("generator", {"a": 1}).gpus == {"a": ("1", "5", "GPU-7"), "b": GPU.gpus}
+    assert "host c: reward (8 cores, 16 GiB)" in placement.lines()
     for text, problem in (
         ("trainer=d", "gives trainer the host 'd'"),
         ("trainer=a+b+c", "2 trainer ranks cannot be split evenly"),
@@ -104,21 +104,21 @@ def test_devices_of_the_hosts_stand_for_those_of_the_controller():
 
 
 def test_settings_with_the_controllers_default_get_the_hosts():
-    given = RunConfig(generator=GeneratorConfig(max_num_seqs=8))
-    found = RunHosts(
+    run_config = RunConfig(generator=GeneratorConfig(max_num_seqs=8))
+    run_hosts = RunHosts(
         cluster=cluster_without(), placed=placed(hosts()), replacements=cast(Any, None), defaults=device_defaults()
     )
-    assert found.adapted(given) is given
+    assert run_hosts.adapted(run_config) is run_config
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
-        there = found.adapted(given)
-    assert (given.trainer.seq_len, given.generator.gpu_memory_utilization) == (1024, 0.4)
+        there = run_hosts.adapted(run_config)
+    assert (run_config.trainer.seq_len, run_config.generator.gpu_memory_utilization) == (1024, 0.4)
     assert (there.trainer.seq_len, there.generator.gpu_memory_utilization) == (0, 0)
     assert there.generator.max_num_seqs == 8
     # A default of the controller that the user has named stays.
     with giving(["trainer.seq_len", "generator.max_num_seqs"]):
         named = RunConfig()
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
-        adapted_config = found.adapted(named)
+        adapted_config = run_hosts.adapted(named)
     assert (adapted_config.trainer.seq_len, adapted_config.generator.max_num_seqs) == (1024, 64)
     assert adapted_config.generator.gpu_memory_utilization == 0
 
@@ -175,8 +175,8 @@ def test_engines_that_do_not_fit_on_their_hosts_are_refused():
     def with_engines(infos: dict[str, HostInfo], placement: str = "auto", **settings: int) -> PlacedServices:
         return place(RunConfig(placement=placement, generator=GeneratorConfig(**settings)), infos)
 
-    found = with_engines(hosts(a=GPU, b=GPU), tensor_parallel_size=8, hosts_per_replica=2)
-    assert found.engines_on(GeneratorConfig(tensor_parallel_size=8, hosts_per_replica=2)) == {"b": 4, "a": 4}
+    run_hosts = with_engines(hosts(a=GPU, b=GPU), tensor_parallel_size=8, hosts_per_replica=2)
+    assert run_hosts.engines_on(GeneratorConfig(tensor_parallel_size=8, hosts_per_replica=2)) == {"b": 4, "a": 4}
     for infos, settings, problem in (
         (hosts(a=GPU), {"hosts_per_replica": 2}, "an engine takes 2 hosts, and engines have 1"),
         (hosts(a=GPU, b=GPU), {"tensor_parallel_size": 8}, "8 devices of an engine do not fit on a host"),
@@ -194,23 +194,23 @@ def test_engines_that_do_not_fit_on_their_hosts_are_refused():
 
 def network(space: str, *addresses: str) -> HostNetwork:
     """Addresses as INTERFACE:IP/PREFIX."""
-    parts = [each.replace("/", ":").split(":") for each in addresses]
-    found = tuple(Address(interface=name, ip=ip, prefix=int(prefix)) for name, ip, prefix in parts)
-    return HostNetwork(space=space, addresses=found)
+    parts = [address.replace("/", ":").split(":") for address in addresses]
+    host_addresses = tuple(Address(interface=name, ip=ip, prefix=int(prefix)) for name, ip, prefix in parts)
+    return HostNetwork(space=space, addresses=host_addresses)
 
 
 def test_ranks_meet_at_a_private_address_that_all_hosts_have_a_way_to():
-    one = network("m1", "eth0:8.8.8.8/24", "eth1:192.168.7.1/24", "ib0:10.0.0.1/16")
+    machine = network("m1", "eth0:8.8.8.8/24", "eth1:192.168.7.1/24", "ib0:10.0.0.1/16")
     two = network("m2", "eth0:8.8.8.9/24", "ib0:10.0.3.2/16")
-    assert meeting_address([one, one]) == "127.0.0.1", "one machine needs no network"
-    assert meeting_address([one, two]) == "10.0.0.1"
+    assert meeting_address([machine, machine]) == "127.0.0.1", "one machine needs no network"
+    assert meeting_address([machine, two]) == "10.0.0.1"
     assert meeting_address([two, network("m3", "eth0:10.9.0.1/16")]) == "10.0.3.2", "by a router"
     public = network("m4", "eth0:8.8.4.4/24")
     with pytest.raises(ConfigError, match=r"only at 8\.8\.4\.4, which is public"):
-        meeting_address([public, one])
-    assert meeting_address([public, one], may_be_public=True) == "8.8.4.4"
+        meeting_address([public, machine])
+    assert meeting_address([public, machine], may_be_public=True) == "8.8.4.4"
     with pytest.raises(ConfigError, match="no address that other hosts can reach"):
-        meeting_address([network("m5"), one])
+        meeting_address([network("m5"), machine])
 
 
 def test_a_rank_finds_its_own_interface_to_the_meeting_point():

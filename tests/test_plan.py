@@ -66,11 +66,11 @@ def peak_of(engine: TitanEngine, *rows: Row) -> int:
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
     events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
+    current_bytes = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+        current_bytes += event.nbytes()
+        peak = max(peak, current_bytes)
+    return peak
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -85,12 +85,17 @@ def test_the_plan_is_what_an_update_allocates(
     engine = TitanEngine(tmp_path, settings)
     few, many = row_of(16, 3000), row_of(768, 3000)
     peak_of(engine, few)  # makes what lasts
-    found = peak_of(engine, few, many)  # the gradient of the first row is there when the second one begins
+    measured_peak = peak_of(engine, few, many)  # the gradient of the first row is there when the second one begins
     expected = planned.gradients + planned.activations + planned.head
-    assert expected == pytest.approx(found, rel=0.1)
-    held = sum(parameter.nbytes for parameter in engine.model.parameters())
-    moments = sum(each.nbytes for state in engine.optimizer.state.values() for each in state.values() if each.dim())
-    assert (planned.weights, planned.gradients, planned.optimizer) == (held, held, moments)
+    assert expected == pytest.approx(measured_peak, rel=0.1)
+    weight_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())
+    moments = sum(
+        state_tensor.nbytes
+        for state in engine.optimizer.state.values()
+        for state_tensor in state.values()
+        if state_tensor.dim()
+    )
+    assert (planned.weights, planned.gradients, planned.optimizer) == (weight_bytes, weight_bytes, moments)
 
 
 def test_the_plan_of_a_gpu_is_what_one_took(tmp_path: Path):
@@ -122,8 +127,8 @@ def test_the_plan_of_a_cpu_is_what_rows_took(tmp_path: Path, monkeypatch: pytest
         (row["how"], row["tokens"]): row["peak"] for row in rows if row["how"] == "full" and row["tokens"] <= 4096
     }
     assert measured.keys() == {("full", 1024), ("full", 4096)}
-    for (how, tokens), peak in measured.items():
-        settings = TrainSettings(dtype="float32", seq_len=tokens, activation_checkpointing=how)
+    for (checkpointing, tokens), peak in measured.items():
+        settings = TrainSettings(dtype="float32", seq_len=tokens, activation_checkpointing=checkpointing)
         planned = plan_training(tmp_path, settings, ranks=1, reference=False)
         assert PROCESS_BYTES + planned.total == pytest.approx(peak, rel=0.03)
 
@@ -131,19 +136,23 @@ def test_the_plan_of_a_cpu_is_what_rows_took(tmp_path: Path, monkeypatch: pytest
 def test_a_plan_splits_states_over_ranks_and_counts_frozen_parts(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
     settings = TrainSettings(dtype="bfloat16", seq_len=128)
-    one = plan_training(tmp_path, settings, ranks=1, reference=True)
+    planned = plan_training(tmp_path, settings, ranks=1, reference=True)
     two = plan_training(tmp_path, settings, ranks=2, reference=True)
-    assert (two.weights, two.optimizer, two.reference) == (one.weights // 2, one.optimizer // 2, one.weights // 4)
-    assert one.reference == one.weights // 2, "the reference is in bfloat16, as is what is computed with it"
+    assert (two.weights, two.optimizer, two.reference) == (
+        planned.weights // 2,
+        planned.optimizer // 2,
+        planned.weights // 4,
+    )
+    assert planned.reference == planned.weights // 2, "the reference is in bfloat16, as is what is computed with it"
     split = replace(settings, seq_len=64, context_parallel_degree=2)
     assert plan_training(tmp_path, split, ranks=2, reference=True).weights == two.weights
-    assert two.activations == one.activations
-    assert one.gathered == one.weights // 2, "a single rank casts all to bfloat16, and keeps it"
-    assert 0 < two.gathered < one.gathered
+    assert two.activations == planned.activations
+    assert planned.gathered == planned.weights // 2, "a single rank casts all to bfloat16, and keeps it"
+    assert 0 < two.gathered < planned.gathered
     frozen = TrainSettings(dtype="bfloat16", seq_len=128, frozen=("model.embed_tokens.*", "lm_head.*"))
     less = plan_training(tmp_path, frozen, ranks=1, reference=False)
-    assert less.weights == one.weights
-    assert one.gradients - less.gradients == 2 * 4 * 3000 * 96
+    assert less.weights == planned.weights
+    assert planned.gradients - less.gradients == 2 * 4 * 3000 * 96
     assert less.optimizer == 2 * less.gradients
 
 
@@ -205,7 +214,9 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     with_reference = plan_run(config, RunModels(policy=tmp_path, reference=True))[0]
     assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
     assert (
-        torch.finfo(torch.float32).bits // 8 * sum(each.numel() for each in make_model(tmp_path, **SHAPE).parameters())
+        torch.finfo(torch.float32).bits
+        // 8
+        * sum(parameter.numel() for parameter in make_model(tmp_path, **SHAPE).parameters())
         == trainer.parts["weights, float32"]
     )
 
@@ -244,21 +255,21 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     monkeypatch.setattr(plan, "gpu_bytes", lambda: 80 << 30)
 
     def host(config: Config, *, reference: bool = True) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for need in plan_run(config, RunModels(policy=tmp_path, reference=reference)):
             if not need.of_gpu:
-                found |= {f"{need.who}: {part}": size for part, size in need.parts.items() if part != "process"}
-        return found
+                sizes |= {f"{need.who}: {part}": size for part, size in need.parts.items() if part != "process"}
+        return sizes
 
     for module in (defaults, memory):
         monkeypatch.setattr(module, "gpu_bytes", lambda: 80 << 30)
     monkeypatch.setattr(defaults, "gpus", lambda: 1)
     monkeypatch.setattr(plan, "resolve_model", lambda *_: tmp_path)  # it has no tokenizer
     show_plan(Config(model=str(tmp_path)))
-    shown = capsys.readouterr().out
-    assert "chosen: --trainer.seq-len 8192" in shown
-    assert "activations of 8192 tokens" in shown
-    assert "state that comes here" not in shown, "it stays where both have room"
+    output = capsys.readouterr().out
+    assert "chosen: --trainer.seq-len 8192" in output
+    assert "activations of 8192 tokens" in output
+    assert "state that comes here" not in output, "it stays where both have room"
     given = Trainer.Config(seq_len=1024)
     config = Config(model=str(tmp_path), trainer=given, generator=Generator.Config(dtype="bfloat16"))
     rank = plan_training(tmp_path, config.trainer, ranks=1, reference=True)
@@ -295,8 +306,8 @@ def test_spares_are_counted_and_left_out_if_memory_does_not_suffice(tmp_path: Pa
     spare, engine = needs["spare engine"], needs["engine"]
     assert spare.count == 2
     assert engine.parts == spare.parts | {"keys and values": 1 << 30}
-    whole = sum(need.total * need.count for need in needs.values())
-    assert with_spares_that_fit(config, list(needs.values()), ["x"], host=whole) == (config, ["x"])
-    fitting, (_, line) = with_spares_that_fit(config, list(needs.values()), ["x"], host=whole - 1)
+    total = sum(need.total * need.count for need in needs.values())
+    assert with_spares_that_fit(config, list(needs.values()), ["x"], host=total) == (config, ["x"])
+    fitting, (_, line) = with_spares_that_fit(config, list(needs.values()), ["x"], host=total - 1)
     assert fitting == replace(config, generator=replace(config.generator, spares=0))
     assert "--generator.spares 0" in line

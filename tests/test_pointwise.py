@@ -11,14 +11,16 @@ from forge_rl.engines.titan.rope import HalfRoPE
 
 def both(functions, *given: torch.Tensor) -> list[list[torch.Tensor]]:
     """Results of two functions of the same tensors, and the gradients of a weighted sum of each."""
-    found = []
+    results_of = []
     for function in functions:
-        inputs = [each.clone().requires_grad_() for each in given]
+        inputs = [tensor.clone().requires_grad_() for tensor in given]
         results = function(*inputs)
         results = results if isinstance(results, tuple) else (results,)
-        total = sum((each.float() * torch.linspace(-1, 2, each.numel()).view_as(each)).sum() for each in results)
-        found.append([*results, *torch.autograd.grad(total, inputs)])
-    return found
+        total = sum(
+            (tensor.float() * torch.linspace(-1, 2, tensor.numel()).view_as(tensor)).sum() for tensor in results
+        )
+        results_of.append([*results, *torch.autograd.grad(total, inputs)])
+    return results_of
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 8), (1, 5, 3, 8), (7, 8)])
@@ -32,8 +34,8 @@ def test_a_norm_and_its_gradients_are_torchs(shape):
     def applied(norm):
         return lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,))
 
-    expected, found = both(map(applied, norms), x, weight)
-    torch.testing.assert_close(found, expected)
+    expected, results = both(map(applied, norms), x, weight)
+    torch.testing.assert_close(results, expected)
     assert "_RMSNorm" in type(norms[1](x).grad_fn).__name__
     transposed = both(map(applied, norms), x.transpose(0, -2).contiguous().transpose(0, -2), weight)
     torch.testing.assert_close(transposed[1], expected)
@@ -67,8 +69,8 @@ def test_a_feed_forward_network_and_its_gradients_are_torchtitans(dtype, monkeyp
     def applied(network):
         return lambda x, *given: torch.func.functional_call(network, dict(zip(names, given, strict=True)), (x,))
 
-    expected, found = both(map(applied, networks), 2 * torch.randn(1, 5, 8, dtype=dtype), *weights)
-    torch.testing.assert_close(found, expected)
+    expected, results = both(map(applied, networks), 2 * torch.randn(1, 5, 8, dtype=dtype), *weights)
+    torch.testing.assert_close(results, expected)
 
 
 def test_a_feed_forward_network_keeps_its_input_and_two_hidden_activations():
@@ -100,6 +102,6 @@ def test_a_rotation_and_its_gradient_are_torchtitans(dtype):
     query, key = (torch.randn(1, 6, heads, 8).to(dtype) for heads in (4, 2))
     cache = rope._reshape_cache(query, positions)
     functions = [lambda q, k, kind=kind: kind.apply_rotary_emb(q, k, cache) for kind in (CosSinRoPE, HalfRoPE)]
-    expected, found = both(functions, query, key)
-    assert [each.dtype for each in found] == [dtype] * 4
-    torch.testing.assert_close(found, expected)
+    expected, results = both(functions, query, key)
+    assert [tensor.dtype for tensor in results] == [dtype] * 4
+    torch.testing.assert_close(results, expected)

@@ -53,12 +53,12 @@ def example(tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     behaviour = (logprobs + spread * torch.randn(tokens, generator=drawn, dtype=torch.float64)).clamp(max=-1e-6)
     episodes = torch.randint(20, (tokens,), generator=drawn, dtype=torch.int32)
     segments = torch.randint(2, (tokens,), generator=drawn, dtype=torch.int32) * (episodes % 3 == 0)
-    each = torch.randn(20, generator=drawn, dtype=torch.float64).where(torch.arange(20) % 5 > 0, 0.0)
+    column = torch.randn(20, generator=drawn, dtype=torch.float64).where(torch.arange(20) % 5 > 0, 0.0)
     mask = torch.rand(tokens, generator=drawn) < 0.7
     return (
         logprobs.requires_grad_(),
         behaviour,
-        each[episodes],
+        column[episodes],
         mask,
         {"episodes": episodes, "segments": segments.int()},
     )
@@ -74,36 +74,36 @@ def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray, seq
         case Dppo():
             tv, kl = abs(p - q), q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
             near = (tv if loss.divergence == "tv" else kl) <= loss.threshold
-            kept = near | (a * (p - q) <= 0)
-            return -np.minimum(r, loss.ratio_max) * a * kept
+            is_trained = near | (a * (p - q) <= 0)
+            return -np.minimum(r, loss.ratio_max) * a * is_trained
         case Reinforce():
             return -a
         case Sapo():
             tau = np.where(a > 0, loss.tau_positive, loss.tau_negative)
             gate = 1 / (1 + np.exp(-tau * (r - 1)))
             return -4 * gate * (1 - gate) * r * a
-    found = np.zeros(len(p))
-    for own in sequences:
-        size, advantage = len(own), a[own][0]
+    slopes = np.zeros(len(p))
+    for positions in sequences:
+        size, advantage = len(positions), a[positions][0]
         match loss:
             case Gspo():
-                s = np.prod(r[own]) ** (1 / size)
-                kept = s <= 1 + loss.clip_high if advantage > 0 else s >= 1 - loss.clip_low
-                found[own] = -s * advantage * kept
+                s = np.prod(r[positions]) ** (1 / size)
+                is_trained = s <= 1 + loss.clip_high if advantage > 0 else s >= 1 - loss.clip_low
+                slopes[positions] = -s * advantage * is_trained
             case Gmpo():
                 low, high = np.exp(-loss.clip), np.exp(loss.clip)
-                bounded = np.minimum(r[own], high) if advantage > 0 else np.maximum(r[own], low)
+                bounded = np.minimum(r[positions], high) if advantage > 0 else np.maximum(r[positions], low)
                 # the loss is -A times the geometric mean, once for each token; its derivative, a share of 1 / size
-                found[own] = -advantage * np.prod(bounded) ** (1 / size) * (bounded == r[own])
+                slopes[positions] = -advantage * np.prod(bounded) ** (1 / size) * (bounded == r[positions])
             case Topr():
-                found[own] = -advantage * (1 if advantage > 0 else min(np.prod(r[own]), 1))
+                slopes[positions] = -advantage * (1 if advantage > 0 else min(np.prod(r[positions]), 1))
             case Vespo():
                 k, decay = loss.k_positive, loss.lambda_positive
                 if advantage < 0:
                     k, decay = loss.k_negative, loss.lambda_negative
-                w = np.prod(r[own])
-                found[own] = -advantage * w**k * np.exp(decay * (1 - w))
-    return found
+                w = np.prod(r[positions])
+                slopes[positions] = -advantage * w**k * np.exp(decay * (1 - w))
+    return slopes
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=short)
@@ -113,10 +113,11 @@ def test_gradients_are_the_papers(loss: PolicyLoss):
     keys = ids["episodes"].tolist()
     trained = set(mask.nonzero().flatten().tolist())
     sequences = [
-        np.array([t for t, key in enumerate(keys) if key == own and t in trained]) for own in sorted(set(keys))
+        np.array([t for t, key in enumerate(keys) if key == sequence and t in trained])
+        for sequence in sorted(set(keys))
     ]
-    of = [x.detach().numpy() for x in (logprobs.exp(), behaviour.exp(), advantages)]
-    expected = gradients(loss, *of, [own for own in sequences if len(own)])
+    arrays = [x.detach().numpy() for x in (logprobs.exp(), behaviour.exp(), advantages)]
+    expected = gradients(loss, *arrays, [positions for positions in sequences if len(positions)])
     assert np.abs(expected[mask]).max() > 0.5
     np.testing.assert_allclose(gradient(total, logprobs), np.where(mask, expected, 0), rtol=1e-5, atol=1e-7)
 
@@ -138,8 +139,8 @@ def test_what_is_clipped_is_counted():
     # 0.1 to 0.9 goes away for A > 0 and comes back for A < 0; 0.5 to 0.6 is near
     p, q = torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.1, 0.5])
     logprobs = p.log().requires_grad_()
-    found, sums = evaluate(Dppo(), logprobs, q.log(), torch.tensor([1.0, -1.0, 1.0]), mask)
-    torch.testing.assert_close(gradient(found, logprobs), torch.tensor([0.0, 9.0, -1.2]))
+    loss, sums = evaluate(Dppo(), logprobs, q.log(), torch.tensor([1.0, -1.0, 1.0]), mask)
+    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([0.0, 9.0, -1.2]))
     assert sums["clipped"].item() == 1
 
 
@@ -151,10 +152,10 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
     mask = torch.tensor([False, True, True, True])
     for advantage in (1.0, -1.0):
         total, sums = evaluate(loss, logprobs, behaviour, torch.full((4,), advantage), mask)
-        found = gradient(total, logprobs)
+        slopes = gradient(total, logprobs)
         assert math.isfinite(total.item())
-        assert found.isfinite().all()
-        assert found[0] == 0
+        assert slopes.isfinite().all()
+        assert slopes[0] == 0
         assert all(value.isfinite() for value in sums.values())
 
 
@@ -169,12 +170,15 @@ def test_tokens_with_non_finite_logprobs_are_left_out_and_counted(loss: PolicyLo
     behaviour, reference = values.pop("behaviour"), values.pop("reference")
     mask, advantages = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -1.0])
     total, sums = evaluate(loss, logprobs, behaviour, advantages, mask, reference, **values)  # type: ignore[arg-type]
-    found = gradient(total, logprobs)
+    slopes = gradient(total, logprobs)
     assert math.isfinite(total.item())
-    assert found.isfinite().all()
-    assert found[1] == 0
+    assert slopes.isfinite().all()
+    assert slopes[1] == 0
     assert sums.pop("not_finite").item() == 1
-    assert all(torch.stack(each if isinstance(each, tuple) else (each,)).isfinite().all() for each in sums.values())
+    assert all(
+        torch.stack(sums_of_kind if isinstance(sums_of_kind, tuple) else (sums_of_kind,)).isfinite().all()
+        for sums_of_kind in sums.values()
+    )
 
 
 @pytest.mark.parametrize("loss", MORE, ids=short)

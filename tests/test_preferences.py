@@ -59,7 +59,7 @@ def scattered_pairs() -> Batch:
 
 def plain_scores(model: Any, head: torch.Tensor | None, batch: Batch) -> list[torch.Tensor]:
     """Logprob of each episode's trained tokens by transformers, or, with a value head, the value before each."""
-    found = []
+    pair_scores = []
     for episode in batch.episodes:
         parts = []
         for segment in episode.segments:
@@ -70,30 +70,32 @@ def plain_scores(model: Any, head: torch.Tensor | None, batch: Batch) -> list[to
                 with InFloat64():
                     scores = model.model(ids[None]).last_hidden_state[0, :-1] @ head[0]
             parts.append(scores[torch.tensor(np.asarray(segment.trained))[1:]])
-        found.append(torch.cat(parts))
-    return found
+        pair_scores.append(torch.cat(parts))
+    return pair_scores
 
 
 def expected(loss: PreferenceLoss, scores: list[torch.Tensor]) -> torch.Tensor:
     """The loss of each pair from the log ratios, or values, of each episode's tokens."""
-    found = []
-    for chosen, rejected in zip(scores[::2], scores[1::2], strict=True):
+    losses = []
+    for chosen_scores, rejected in zip(scores[::2], scores[1::2], strict=True):
         if isinstance(loss, BradleyTerry):
-            c, r = chosen.mean(), rejected.mean()
-            found.append((1 + (r - c).exp()).log() + loss.center * (c + r) ** 2)
+            c, r = chosen_scores.mean(), rejected.mean()
+            losses.append((1 + (r - c).exp()).log() + loss.center * (c + r) ** 2)
         elif isinstance(loss, Dpo) and loss.kind == "ipo":
-            found.append((chosen.mean() - rejected.mean() - 1 / (2 * loss.beta)) ** 2)
+            losses.append((chosen_scores.mean() - rejected.mean() - 1 / (2 * loss.beta)) ** 2)
         elif isinstance(loss, Dpo):
-            margin, e = loss.beta * (chosen.sum() - rejected.sum()), loss.label_smoothing
-            found.append((1 - e) * (1 + (-margin).exp()).log() + e * (1 + margin.exp()).log())
-    return torch.stack(found)
+            margin, e = loss.beta * (chosen_scores.sum() - rejected.sum()), loss.label_smoothing
+            losses.append((1 - e) * (1 + (-margin).exp()).log() + e * (1 + margin.exp()).log())
+    return torch.stack(losses)
 
 
 def gradients(engine: TitanEngine) -> list[torch.Tensor]:
     """The gradients of the next updates, filled in as they happen."""
-    kept: list[torch.Tensor] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: kept.extend(p.grad.clone() for p in engine.model.parameters()))
-    return kept
+    gradients_of_steps: list[torch.Tensor] = []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients_of_steps.extend(p.grad.clone() for p in engine.model.parameters())
+    )
+    return gradients_of_steps
 
 
 def laid(batch: Batch, seq_len: int, **layout: Any) -> PackedBatch:
@@ -123,36 +125,39 @@ def test_pairs_have_the_formulas_gradient_in_any_layout_of_rows(loss: Preference
         reference = in_float64(model, engine.model)
         weight = None if head is None else head.double().requires_grad_()
         if isinstance(loss, Dpo):
-            frozen = [each.detach() for each in plain_scores(reference, None, batch)]
+            frozen = [scores.detach() for scores in plain_scores(reference, None, batch)]
             train_batch(engine, rows, loss)  # from its first update on, the policy is not the reference
             reference.load_state_dict(hf_weights(engine.model))
-            scores = [own - other for own, other in zip(plain_scores(reference, None, batch), frozen, strict=True)]
+            scores = [
+                policy_scores - other
+                for policy_scores, other in zip(plain_scores(reference, None, batch), frozen, strict=True)
+            ]
         else:
             scores = plain_scores(reference, weight, batch)
         losses = expected(loss, scores)
         losses.mean().backward()
-        kept = gradients(engine)
+        step_gradients = gradients(engine)
         metrics = reduce(train_batch(engine, rows, loss))
         assert metrics["loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-10)
-        theirs = {name: each.grad for name, each in reference.named_parameters()}
+        theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
         if weight is not None:
             theirs["score.weight"] = weight.grad
         compared = 0
-        for (name, weights), grad in zip(engine.model.named_parameters(), kept, strict=True):
+        for (name, weights), grad in zip(engine.model.named_parameters(), step_gradients, strict=True):
             for part in engine.model.names.parts(name, weights.shape):
-                wanted = theirs[part.name]
-                assert wanted.abs().max() > 1e-6
-                assert (part.of(grad) - wanted).abs().max() / wanted.abs().max() < 1e-10, part.name
+                expected_grad = theirs[part.name]
+                assert expected_grad.abs().max() > 1e-6
+                assert (part.of(grad) - expected_grad).abs().max() / expected_grad.abs().max() < 1e-10, part.name
                 compared += 1
         assert compared > 10
         scale = loss.beta if isinstance(loss, Dpo) else 1.0
         total = torch.stack([scale * (e.sum() if loss in LOSSES[:2] else e.mean()) for e in scores]).detach()
-        chosen, rejected = total[::2], total[1::2]
+        chosen_totals, rejected = total[::2], total[1::2]
         rewards = {
-            "chosen": chosen.mean(),
+            "chosen": chosen_totals.mean(),
             "rejected": rejected.mean(),
-            "margin": (chosen - rejected).mean(),
-            "accuracy": (chosen > rejected).double().mean(),
+            "margin": (chosen_totals - rejected).mean(),
+            "accuracy": (chosen_totals > rejected).double().mean(),
         }
         for name, value in rewards.items():
             assert metrics[f"loss/rewards/{name}"] == pytest.approx(float(value), rel=1e-9), name
@@ -160,12 +165,12 @@ def test_pairs_have_the_formulas_gradient_in_any_layout_of_rows(loss: Preference
 
 
 def train_as_rank(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    found = []
+    results = []
     for loss in (LOSSES[0], LOSSES[3]):
         engine = engine_for(loss, folder, seq_len=40)
         rows = laid(scattered_pairs(), 40, shares=2)
-        found.append((train_batch(engine, rows, loss, epochs=2), hf_weights(engine.model)))
-    return found
+        results.append((train_batch(engine, rows, loss, epochs=2), hf_weights(engine.model)))
+    return results
 
 
 def test_pairs_over_two_ranks_train_as_on_one(tmp_path: Path) -> None:
@@ -231,9 +236,9 @@ async def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_
         for task in tasks
         for name in ("chosen", "rejected")
     ]
-    found = [score.total for score in await asyncio.gather(*(model(*each) for each in answers))]
-    assert np.std(found) > 1
-    assert found == pytest.approx([float(values[place]) for place in range(len(batch.episodes))], abs=1e-4)
+    totals = [score.total for score in await asyncio.gather(*(model(*answer) for answer in answers))]
+    assert np.std(totals) > 1
+    assert totals == pytest.approx([float(values[place]) for place in range(len(batch.episodes))], abs=1e-4)
 
 
 @pytest.mark.long
@@ -248,10 +253,10 @@ async def test_recipes_of_pairs_learn_a_preference_or_a_reward_model(
     for name in ("dpo", "reward_model"):
         command = tiny_run(commands, tiny_model, tmp_path / name, *flags, recipe=f"recipes.{name}")
         assert command.end(240) == 0, command.output
-        found = metrics(tmp_path / name)
-        assert found[1]["loss"] == pytest.approx(math.log(2), rel=1e-3)
-        assert found[-1]["eval/held_out/rewards/accuracy"] == 1
-        assert found[-1]["eval/held_out/loss"] < 0.5
+        metric_rows = metrics(tmp_path / name)
+        assert metric_rows[1]["loss"] == pytest.approx(math.log(2), rel=1e-3)
+        assert metric_rows[-1]["eval/held_out/rewards/accuracy"] == 1
+        assert metric_rows[-1]["eval/held_out/loss"] < 0.5
     folder = tmp_path / "reward_model" / "checkpoints" / "step-000012" / "model"
     model, task = (
         RewardModel(path=folder),
@@ -259,5 +264,5 @@ async def test_recipes_of_pairs_learn_a_preference_or_a_reward_model(
     )
 
     answers = ("140", "I do not know 70.")
-    right, other = [(await model(task, Episode(task=task, turns=(), output=each))).total for each in answers]
+    right, other = [(await model(task, Episode(task=task, turns=(), output=answer))).total for answer in answers]
     assert right > other

@@ -36,12 +36,20 @@ def honest(dataset: str, gold: str, entry: dict[str, Any]) -> Iterator[str]:
         case "string_insertion":
             yield from (repr(gold), str(list(gold)), str(list(gold[::-1])), str(tuple(gold)))
         case "countdown" | "puzzle24":
-            given = entry["metadata"]["numbers"]
-            yield from (" + ".join(map(str, given)), "*".join(map(str, given)), f"-(-({gold}))", f"2*({gold})/2")
-            yield from (f"{gold} + 0.4", "6*4*1*1", "7*7/2*1", "1/(2-2)", "2**3*3", "x + 24", " ".join(map(str, given)))
+            operands = entry["metadata"]["numbers"]
+            yield from (" + ".join(map(str, operands)), "*".join(map(str, operands)), f"-(-({gold}))", f"2*({gold})/2")
+            yield from (
+                f"{gold} + 0.4",
+                "6*4*1*1",
+                "7*7/2*1",
+                "1/(2-2)",
+                "2**3*3",
+                "x + 24",
+                " ".join(map(str, operands)),
+            )
         case "polynomial_multiplication":
             yield from (entry["metadata"]["polynomial_expr"], f"{gold} + 1", f"2*({gold})/2", f"({gold})*1.0", "x*(y")
-            yield from (" + ".join(f"({each})" for each in gold.split(" + ")[::-1]), "3*E", "2x")
+            yield from (" + ".join(f"({term})" for term in gold.split(" + ")[::-1]), "3*E", "2x")
         case _:
             x = entry["metadata"]["variable"]
             plain = gold.removesuffix(" + C")
@@ -78,8 +86,8 @@ def test_the_right_answer_scores_one(dataset: str):
 
 def test_an_answer_that_leaves_the_work_to_sympy_is_wrong():
     [entry] = reasoning_gym.create_dataset("polynomial_multiplication", seed=1, size=1)
-    asked = entry["metadata"]["polynomial_expr"]
-    assert verify("polynomial_multiplication", {}, entry, f"expand({asked})") == 0.0
+    expression = entry["metadata"]["polynomial_expr"]
+    assert verify("polynomial_multiplication", {}, entry, f"expand({expression})") == 0.0
     [entry] = reasoning_gym.create_dataset("simple_integration", seed=1, size=1)
     assert verify("simple_integration", {}, entry, f"Integral({entry['metadata']['integrand']}, x)") == 0.0
 

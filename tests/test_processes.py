@@ -237,13 +237,13 @@ def test_an_action_runs_when_a_process_ends_and_at_once_if_it_has():
         process = subprocess.Popen(["sleep", "60" if running else "0"])
         if not running:
             process.wait()
-        told = os.pipe()
-        when_process_ends(process.pid, lambda told=told: os.close(told[1]))
+        pipe = os.pipe()
+        when_process_ends(process.pid, lambda told=pipe: os.close(told[1]))
         if running:
-            assert not select.select([told[0]], [], [], 0.05)[0]
+            assert not select.select([pipe[0]], [], [], 0.05)[0]
             process.kill()
-        assert os.read(told[0], 1) == b""
-        os.close(told[0])
+        assert os.read(pipe[0], 1) == b""
+        os.close(pipe[0])
         process.wait()
 
 

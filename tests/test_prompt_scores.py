@@ -25,7 +25,7 @@ class Worker:
 
     def compute_prompt_logprobs(self, logits_of: Any, hidden: torch.Tensor, batch: Any, *others: Any) -> dict[str, Any]:
         assert others == ("ids", "counts", "lengths")
-        chunks = [logits_of(hidden[at : at + 2]).log_softmax(-1) for at in range(0, batch.num_tokens, 2)]
+        chunks = [logits_of(hidden[start : start + 2]).log_softmax(-1) for start in range(0, batch.num_tokens, 2)]
         return {"all": torch.cat(chunks)}
 
 
@@ -38,12 +38,12 @@ def test_rows_of_each_request_are_scaled_by_its_temperature():
     hidden = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))  # the last row is padding
     # the batch has c, with 3 rows, before a, with 3
     batch = SimpleNamespace(idx_mapping_np=np.array([2, 0]), query_start_loc_np=np.array([0, 3, 6]), num_tokens=6)
-    found = worker.compute_prompt_logprobs(lambda rows: rows, hidden, batch, "ids", "counts", "lengths")["all"]
+    logprobs = worker.compute_prompt_logprobs(lambda rows: rows, hidden, batch, "ids", "counts", "lengths")["all"]
     expected = torch.cat([hidden[:3], 2 * hidden[3:6]]).log_softmax(-1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logprobs, expected)
     worker.add_request("d", 0, SimpleNamespace(extra_args=None))  # takes the place of a, which has ended
-    found = worker.compute_prompt_logprobs(lambda rows: rows, hidden, batch, "ids", "counts", "lengths")["all"]
-    torch.testing.assert_close(found, hidden[:6].log_softmax(-1))
+    logprobs = worker.compute_prompt_logprobs(lambda rows: rows, hidden, batch, "ids", "counts", "lengths")["all"]
+    torch.testing.assert_close(logprobs, hidden[:6].log_softmax(-1))
 
 
 def test_a_stage_of_a_pipeline_without_a_sampler_is_left_alone():

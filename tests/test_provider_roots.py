@@ -163,9 +163,9 @@ def test_the_scripts_run_with_programs_of_gnu_and_of_busybox(tmp_path: Path, pro
     (folder / "link").symlink_to("/nowhere")
 
     def run(script: str) -> None:
-        own = script.replace("PATH=/usr/bin:/bin:$PATH;", prefix)
-        own = own.replace("find / ", f"find {folder} ").replace("-C /", f"-C {folder}")
-        subprocess.run(["/bin/sh", "-c", own, str(place)], check=True)
+        local_script = script.replace("PATH=/usr/bin:/bin:$PATH;", prefix)
+        local_script = local_script.replace("find / ", f"find {folder} ").replace("-C /", f"-C {folder}")
+        subprocess.run(["/bin/sh", "-c", local_script, str(place)], check=True)
 
     run(LIST)
     listed = place.read_bytes().replace(str(folder).encode() + b"/", b"/")

@@ -187,7 +187,7 @@ async def test_a_session_runs_commands_and_its_changes_are_applied_elsewhere(
             async with await RentedSession.open(provider, "task:1", limits, watched=False) as fresh:
                 await fresh.apply(changes.changes)
                 assert await fresh.get("/app/binary") == bytes(range(256))
-                shown = await fresh.run("ls -d *; cat data; cat /opt/link/name; ls new; stat -c %a run.sh")
+                listing = await fresh.run("ls -d *; cat data; cat /opt/link/name; ls new; stat -c %a run.sh")
                 for path in ("/none", "/app"):
                     with pytest.raises(SandboxError):
                         await fresh.get(path)
@@ -198,7 +198,7 @@ async def test_a_session_runs_commands_and_its_changes_are_applied_elsewhere(
             await RentedSession.open(provider, "none:1", limits, watched=False)
     finally:
         await provider.close()
-    assert shown.stdout == "binary\ndata\nnew\nnumbers.txt\nrun.sh\nx\ntwo\ndeep\n644\n"
+    assert listing.stdout == "binary\ndata\nnew\nnumbers.txt\nrun.sh\nx\ntwo\ndeep\n644\n"
     assert not left(server)
     assert not [secret for secret in (DAYTONA_KEY, E2B_KEY, MODAL_SECRET) if secret in caplog.text]
 

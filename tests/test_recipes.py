@@ -33,8 +33,12 @@ MOST |= {"adapters": 30}
 def body(source: str, name: str, run: str) -> list[ast.stmt]:
     """The statements of a function, with the run under one name."""
     tree = ast.parse(textwrap.dedent(source).replace(f"{run}.", "it.").replace(f"({run})", "(it)"))
-    found = next(node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == name)
-    return [each for each in found.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    function = next(node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == name)
+    return [
+        statement
+        for statement in function.body
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+    ]
 
 
 def test_the_run_repeats_the_loop_and_the_phases_of_grpo() -> None:
@@ -48,21 +52,21 @@ def test_the_run_repeats_the_loop_and_the_phases_of_grpo() -> None:
 
     phases = calls(body(getsource(grpo), "step", "run")[1:])
     ours = calls(body(getsource(rl.Run.train_on), "train_on", "self")[1:])  # after the look at the advantages
-    wanted = [each.replace("rl.pack", "pack") for each in phases if "batch_advantages" not in each]
+    expected = [phase.replace("rl.pack", "pack") for phase in phases if "batch_advantages" not in phase]
     temperature = "temperature=it.generator.sampling.temperature"
-    assert [each.replace("temperature=temperature", temperature) for each in ours] == wanted
+    assert [phase.replace("temperature=temperature", temperature) for phase in ours] == expected
 
 
 def calls(statements: list[ast.stmt]) -> list[str]:
     """The calls in statements, in their order."""
-    found = [each for statement in statements for each in ast.walk(statement) if isinstance(each, ast.Call)]
-    return [ast.unparse(each) for each in sorted(found, key=lambda each: (each.lineno, each.col_offset))]
+    calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset))]
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_recipe_differs_from_grpo_in_few_lines(name: str) -> None:
-    base, own = ((RECIPES / f"{each}.py").read_text().splitlines() for each in ("grpo", name))
-    added = [line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()]
+    base, recipe_lines = ((RECIPES / f"{recipe}.py").read_text().splitlines() for recipe in ("grpo", name))
+    added = [line for line in difflib.ndiff(base, recipe_lines) if line.startswith("+ ") and line[2:].strip()]
     assert len(added) <= MOST[name]
 
 
@@ -95,8 +99,8 @@ def test_reinforce_needs_no_groups_and_dynamic_sampling_does() -> None:
 
 
 def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
-    given = rl.TaskConfig(tasks=("sums=chain_sum",))
-    assert list(given.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
+    task_config = rl.TaskConfig(tasks=("sums=chain_sum",))
+    assert list(task_config.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
     game = rl.TaskConfig(env="game:highest=20")
     assert list(game.sources(rl.build_environment(game.env))) == ["game"]
     data = rl.DataConfig(overlap="leave-out")

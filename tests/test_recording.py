@@ -32,17 +32,20 @@ HELP = {"role": "system", "content": "You help."}
 
 
 def turn(prompt: list[int], answer: list[int], **fields: object) -> Turn:
-    given: dict[str, object] = {"logprobs": [-0.1 * (1 + at) for at in range(len(answer))], "text": "answer"}
-    given |= {"versions": [3 + at % 2 for at in range(len(answer))]}
-    return Turn(prompt_ids=prompt, token_ids=answer, **given | fields)  # type: ignore[arg-type]
+    turn_fields: dict[str, object] = {
+        "logprobs": [-0.1 * (1 + index) for index in range(len(answer))],
+        "text": "answer",
+    }
+    turn_fields |= {"versions": [3 + index % 2 for index in range(len(answer))]}
+    return Turn(prompt_ids=prompt, token_ids=answer, **turn_fields | fields)  # type: ignore[arg-type]
 
 
 def played(task: Task, reward: float = 0.5, text: str = "7") -> Episode:
     """An episode with a tool call, a sub-agent with a history of its own, and a completion without logprobs."""
-    asked = ToolCall(id="c1", name="add", arguments='{"a": 3}', seconds=0.25, error="error: add needs b")
+    call = ToolCall(id="c1", name="add", arguments='{"a": 3}', seconds=0.25, error="error: add needs b")
     tool = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "error: add needs b"}
     turns = (
-        turn([1, 2, 3], [4, 5], messages=task.messages, calls=(asked,), seconds=0.5, response_s=0.26, text="calls"),
+        turn([1, 2, 3], [4, 5], messages=task.messages, calls=(call,), seconds=0.5, response_s=0.26, text="calls"),
         turn(
             [9, 9], [8], messages=({"role": "system", "content": "You help."},), text="the sub-agent's", agent="helper"
         ),
@@ -74,11 +77,11 @@ def task_of(number: int) -> Task:
 
 
 def batch_of(groups: int = 2, size: int = 2) -> Batch:
-    made = []
+    recorded_groups = []
     for number in range(groups):
         task = task_of(number)
-        made.append(Group(task=task, episodes=tuple(played(task, float(at)) for at in range(size))))
-    return Batch(groups=tuple(made), version=5)
+        recorded_groups.append(Group(task=task, episodes=tuple(played(task, float(index)) for index in range(size))))
+    return Batch(groups=tuple(recorded_groups), version=5)
 
 
 def written(folder: Path, *records: RecordedEpisode) -> EpisodeFile:
@@ -106,12 +109,12 @@ def test_an_episode_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_file_of_a_run_before_feedback_was_kept_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file.parquet"
-    whole = written(tmp_path, *trained_episodes(12, batch_of(), None, None))[0].episode
+    whole_episode = written(tmp_path, *trained_episodes(12, batch_of(), None, None))[0].episode
     table = pq.read_table(path).drop_columns(["feedback"])
     pq.write_table(table, path)
     episode = EpisodeFile(path)[0].episode
-    assert whole.score is not None
-    assert episode.score == whole.score.updated(feedback="")
+    assert whole_episode.score is not None
+    assert episode.score == whole_episode.score.updated(feedback="")
 
 
 def test_a_failed_episode_without_a_turn_comes_back(tmp_path: Path) -> None:
@@ -151,8 +154,8 @@ def test_advantages_and_trainer_logprobs_find_their_tokens(tmp_path: Path) -> No
 def test_evaluated_episodes_keep_their_set(tmp_path: Path) -> None:
     results = {"held_out": [(played(task_of(0)),), (played(task_of(1)),)], "other": [(played(task_of(2)),)]}
     file = written(tmp_path, *evaluated_episodes(4, results))
-    found = [(row["row"], row["kind"], row["set"], row["group"], row["task"]) for row in file.listing()]
-    assert found == [
+    listing = [(row["row"], row["kind"], row["set"], row["group"], row["task"]) for row in file.listing()]
+    assert listing == [
         (0, "evaluated", "held_out", 0, "sums/0"),
         (1, "evaluated", "held_out", 1, "sums/1"),
         (2, "evaluated", "other", 0, "sums/2"),
@@ -163,22 +166,22 @@ def test_what_a_model_or_user_wrote_cannot_break_a_file_or_a_terminal(tmp_path: 
     hostile: object = object()
     task = Task(id=HOSTILE, source=HOSTILE, messages=({"role": HOSTILE, "content": HOSTILE},), truth={HOSTILE: hostile})
     call = ToolCall(id=HOSTILE, name=HOSTILE, arguments=HOSTILE, error=HOSTILE)
-    one = turn([1], [2], messages=task.messages, calls=(call,), text=HOSTILE)
+    hostile_turn = turn([1], [2], messages=task.messages, calls=(call,), text=HOSTILE)
     score = Score(total=1.0, parts={HOSTILE: 1.0}, answer=HOSTILE)
-    episode = Episode(task=task, turns=(one,), score=score, output=HOSTILE, problem=HOSTILE)
-    found = written(tmp_path, RecordedEpisode(step=1, kind="trained", group=0, episode=episode))[0].episode
-    assert found.turns[0].text == HOSTILE.replace("\ud800", "\\ud800")
+    episode = Episode(task=task, turns=(hostile_turn,), score=score, output=HOSTILE, problem=HOSTILE)
+    stored_episode = written(tmp_path, RecordedEpisode(step=1, kind="trained", group=0, episode=episode))[0].episode
+    assert stored_episode.turns[0].text == HOSTILE.replace("\ud800", "\\ud800")
     batch = Batch(groups=(Group(task=task, episodes=(episode,)),), version=0)
-    for shown in (found, episode, one, batch, batch.groups[0]):
-        assert not {"\x1b", "\x07", "\u202e", "\ud800"} & set(repr(shown))
+    for value in (stored_episode, episode, hostile_turn, batch, batch.groups[0]):
+        assert not {"\x1b", "\x07", "\u202e", "\ud800"} & set(repr(value))
 
 
 def test_a_repr_fits_a_screen() -> None:
     long = played(task_of(1), text="line\n" * 1000)
     many = Episode(task=task_of(1), turns=long.turns * 100)
     batch = batch_of(groups=100, size=64)
-    for shown in (long, many, batch, batch.groups[0], replace(long.turns[0], text="wide " * 1000)):
-        lines = repr(shown).splitlines()
+    for value in (long, many, batch, batch.groups[0], replace(long.turns[0], text="wide " * 1000)):
+        lines = repr(value).splitlines()
         assert len(lines) <= 24
         assert max(map(len, lines)) <= 120
     text = repr(long)
@@ -210,8 +213,10 @@ def test_a_file_whose_columns_contradict_each_other_is_refused(tmp_path: Path) -
     table = pq.read_table(path)
 
     def with_column(name: str, value: object) -> None:
-        at = table.schema.get_field_index(name)
-        changed = table.set_column(at, table.schema.field(at), pa.array([value], table.schema.field(at).type))
+        column = table.schema.get_field_index(name)
+        changed = table.set_column(
+            column, table.schema.field(column), pa.array([value], table.schema.field(column).type)
+        )
         pq.write_table(changed, path)
 
     for name, value in [
@@ -241,9 +246,9 @@ def info(folder: Path, step: int = 0) -> RunInfo:
 
 
 def recorder(folder: Path, step: int = 0, **settings: float) -> EpisodeRecorder:
-    made = EpisodeRecorder(folder, Recording(**settings))  # type: ignore[arg-type]
-    made.start(info(folder, step))
-    return made
+    recorder = EpisodeRecorder(folder, Recording(**settings))  # type: ignore[arg-type]
+    recorder.start(info(folder, step))
+    return recorder
 
 
 def kept(folder: Path) -> list[tuple[int, str]]:
@@ -252,7 +257,7 @@ def kept(folder: Path) -> list[tuple[int, str]]:
 
 def record(sink: EpisodeRecorder, step: int, batch: Batch, kind: Kind = "trained") -> None:
     def episodes() -> Iterable[RecordedEpisode]:
-        return (replace(each, kind=kind) for each in trained_episodes(step, batch, None, None))
+        return (replace(record, kind=kind) for record in trained_episodes(step, batch, None, None))
 
     sink.record(step, kind, episodes)
     sink.flush()

@@ -114,8 +114,8 @@ async def test_a_version_comes_whole_and_once_however_many_read_it(tmp_path: Pat
             await hosts.ask(replica, "free", tuple({*first.keys, *second.keys}))
         third = await hosts.publish(3)
         assert await hosts.pull(third) == await hosts.published(third)
-        again = {(await hosts.ask(hosts.reader, "local", key)).path for key in third.keys}
-        assert again == {ref.path for ref in refs.values()}
+        paths = {(await hosts.ask(hosts.reader, "local", key)).path for key in third.keys}
+        assert paths == {ref.path for ref in refs.values()}
         for replica in (hosts.origin, hosts.reader):
             assert await hosts.ask(replica, "held") == (sum(bucket.bytes for bucket in third.buckets), [])
         for key, ref in refs.items():
@@ -155,7 +155,7 @@ async def test_buckets_are_read_while_later_ones_travel(tmp_path: Path, shm: Pat
 async def test_what_was_changed_on_its_way_is_refused_by_name(tmp_path: Path, shm: Path):
     async with two_hosts(tmp_path, shm) as hosts:
         manifest = await hosts.publish()
-        good = await hosts.published(manifest)
+        refs = await hosts.published(manifest)
         for name, bucket in (("layer.3", 1), ("norm", 3)):
             await hosts.ask(hosts.origin, "tamper", manifest, name)
             pulls = await asyncio.gather(*(hosts.pull(manifest) for _ in range(3)), return_exceptions=True)
@@ -165,7 +165,7 @@ async def test_what_was_changed_on_its_way_is_refused_by_name(tmp_path: Path, sh
                 assert f"tensors differ: {name}\n" in str(error)
             await hosts.ask(hosts.origin, "tamper", manifest, name)
             # What was refused is pulled again.
-            assert await hosts.pull(manifest) == good
+            assert await hosts.pull(manifest) == refs
             await hosts.ask(hosts.reader, "free", manifest.keys)
 
 
@@ -194,15 +194,15 @@ async def test_a_pull_that_failed_is_tried_again(tmp_path: Path, shm: Path):
 async def test_what_is_freed_on_its_way_is_given_up(tmp_path: Path, shm: Path):
     async with two_hosts(tmp_path, shm) as hosts:
         manifest = await hosts.publish()
-        gone, *rest = manifest.keys
-        await hosts.ask(hosts.reader, "hold", gone)
+        first_key, *rest = manifest.keys
+        await hosts.ask(hosts.reader, "hold", first_key)
         await hosts.ask(hosts.reader, "pull", manifest)
-        waiting = asyncio.create_task(hosts.ask(hosts.reader, "local", gone))
+        waiting = asyncio.create_task(hosts.ask(hosts.reader, "local", first_key))
         await hosts.ask(hosts.reader, "local", rest[0])
-        await hosts.ask(hosts.reader, "free", (gone,))
-        with pytest.raises(WeightsError, match=f"bucket {gone} was freed on its way"):
+        await hosts.ask(hosts.reader, "free", (first_key,))
+        with pytest.raises(WeightsError, match=f"bucket {first_key} was freed on its way"):
             await waiting
-        await hosts.ask(hosts.reader, "let_go", gone)
+        await hosts.ask(hosts.reader, "let_go", first_key)
         # The others come all the same, and then it can be had again.
         for key in rest:
             await hosts.ask(hosts.reader, "local", key)
@@ -244,9 +244,9 @@ async def test_a_host_serves_its_copies_and_readers_survive_its_death(tmp_path: 
         first = await hosts.publish(1)
         copies = await asyncio.gather(hosts.pull(first), hosts.pull(first, third))
         assert copies == [await hosts.published(first)] * 2
-        received = [await hosts.ask(each, "received") for each in hosts.service.replicas]
-        assert sorted(len(each) for each in received) == [0, 1, 1]
-        senders = {sender for each in received for sender in each}
+        received = [await hosts.ask(replica, "received") for replica in hosts.service.replicas]
+        assert sorted(len(senders_of_replica) for senders_of_replica in received) == [0, 1, 1]
+        senders = {sender for senders_of_replica in received for sender in senders_of_replica}
         assert "a" in senders
         assert len(senders) == 2, "one host copied from the other, so that one copy left the writer"
 

@@ -112,8 +112,8 @@ def _fingerprint(tensor: Any) -> int:
     import torch
 
     target = torch.empty_like(tensor)
-    (found,) = move([Move(target, tensor, tuple(tensor.shape), TensorSlice.whole(tuple(tensor.shape)))])
-    return found
+    (fingerprint,) = move([Move(target, tensor, tuple(tensor.shape), TensorSlice.whole(tuple(tensor.shape)))])
+    return fingerprint
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +200,7 @@ def test_what_an_engine_decodes_arrives_exactly(monkeypatch: pytest.MonkeyPatch)
             direct = [chunk async for chunk in engine.stream([5, 6], Sampling(max_tokens=3))]
             assert chunks == direct
             default = Chunk(token_ids=[], logprobs=[], versions=[], text="")
-            names = [each.name for each in dataclasses.fields(Chunk)]
+            names = [field.name for field in dataclasses.fields(Chunk)]
             missing = {name for name in names if np.array_equal(getattr(default, name), getattr(chunks[2], name))}
             assert missing == {"routed"}, "every other field is sent"
             assert [chunk.versions.tolist() for chunk in chunks] == [[0]] * 3
@@ -223,14 +223,14 @@ def test_only_weights_that_arrive_whole_and_attested_are_served(
             assert (report.version, report.in_place, report.bytes_read) == (3, 1, (3 << 31,))
             assert report.quantized_bytes == 3 << 30
             assert all((engine.loaded[name] == weight.float().numpy()).all() for name, weight in weights.items())
-            following, others = version(4)
+            following, following_weights = version(4)
             with pytest.raises(WeightsError, match="bucket 1 is gone"):
-                await remote.load(following, buckets(following, others, fail=True), reader="engine 7")
+                await remote.load(following, buckets(following, following_weights, fail=True), reader="engine 7")
             assert engine.version == 3
             with pytest.raises(AttestationError, match="engine 7 holds other weights than version 4: 3 of 3"):
                 await remote.load(following, buckets(following, weights), reader="engine 7")
             assert engine.version == 3
-            report = await remote.load(following, buckets(following, others), reader="engine 7")
+            report = await remote.load(following, buckets(following, following_weights), reader="engine 7")
             assert report.version == engine.version == 4
             with pytest.raises(WeightsError, match="a run has replaced the weights"):
                 await remote.serve_model()
@@ -400,7 +400,7 @@ def test_every_field_of_sampling_survives() -> None:
     )
     read = wire.sampling_from_json(json.loads(json.dumps(wire.sampling_to_json(sampling))))
     assert read == sampling
-    assert set(wire.sampling_to_json(sampling)) == {each.name for each in dataclasses.fields(Sampling)}
+    assert set(wire.sampling_to_json(sampling)) == {field.name for field in dataclasses.fields(Sampling)}
     with pytest.raises(ConfigError, match="cannot be sent"):
         wire.sampling_to_json(Sampling(max_tokens=5, extra={"x": object()}))
     with pytest.raises(wire.WireError):

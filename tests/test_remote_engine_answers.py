@@ -85,10 +85,10 @@ def test_a_server_that_closes_its_sockets_is_gone(monkeypatch: pytest.MonkeyPatc
 
     async def work() -> None:
         async with connected(Engine(), monkeypatch) as remote:
-            over = asyncio.Event()
-            monkeypatch.setattr("os._exit", lambda status: (ended.append(status), over.set()))
+            is_over = asyncio.Event()
+            monkeypatch.setattr("os._exit", lambda status: (ended.append(status), is_over.set()))
             remote._client.base_url = "http://127.0.0.1:1/"
-            await over.wait()
+            await is_over.wait()
             with pytest.raises(RuntimeError, match=r"attempts failed|refused|reset"):
                 await remote.hold(paused=True, asleep=False)
 
@@ -111,11 +111,11 @@ async def connected_to(body: bytes, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     answer = Answer(body)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        told = Answer(CLAIMED) if scope["path"] == f"{PREFIX}claim" else answer
+        reply = Answer(CLAIMED) if scope["path"] == f"{PREFIX}claim" else answer
         while (await receive()).get("more_body"):
             pass
-        await send({"type": "http.response.start", "status": told.status, "headers": told.headers})
-        await send({"type": "http.response.body", "body": told.body})
+        await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
+        await send({"type": "http.response.body", "body": reply.body})
 
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     async with listening(app) as url:

@@ -23,7 +23,7 @@ def test_a_file_is_written_read_replaced_and_removed(
     for data in (b"12345", b"", b"123"):
         folder.write("a/b", data)
         assert (folder.names(), folder.size("a/b")) == (["a"], len(data))
-        assert [folder.read("a/b", most) for most in (2, 9)] == [data[:3], data]
+        assert [folder.read("a/b", max_bytes) for max_bytes in (2, 9)] == [data[:3], data]
     folder.write("c", b"")
     assert sorted(folder.names()) == ["a", "c"]
     folder.remove("c")

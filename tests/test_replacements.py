@@ -80,12 +80,12 @@ class Asking:
 
 @contextlib.asynccontextmanager
 async def asking(folder: Path, most: int, refusal: str = "") -> AsyncIterator[Asking]:
-    made = Asking(FakeJob(most, refusal), folder)
-    made.replacements.begin(("a", "b"))
+    asking_cluster = Asking(FakeJob(most, refusal), folder)
+    asking_cluster.replacements.begin(("a", "b"))
     try:
-        yield made
+        yield asking_cluster
     finally:
-        await made.replacements.close()
+        await asking_cluster.replacements.close()
 
 
 async def test_a_host_that_dies_is_replaced_at_growing_intervals_up_to_the_bound(tmp_path: Path):
@@ -150,17 +150,17 @@ async def test_nothing_is_asked_for_hosts_that_are_let_go_or_after_the_end(tmp_p
         await run.settle()
         assert list(run.job.hosts) == ["a.1"]
     assert run.job.given_back == ["a.1"]
-    made = Asking(FakeJob(0), tmp_path)
-    made.replacements.begin(("a",))
-    made.cluster.lose("a", "killed")
-    await made.settle()
-    assert (made.cluster.awaited, made.job.hosts) == (set(), {})
-    made = Asking(FakeJob(1), tmp_path)
-    made.cluster.lose("a", "killed while the run started")
-    made.replacements.begin(("a",))
-    await made.settle()
-    assert list(made.job.hosts) == ["a.1"]
-    await made.replacements.close()
+    asking_cluster = Asking(FakeJob(0), tmp_path)
+    asking_cluster.replacements.begin(("a",))
+    asking_cluster.cluster.lose("a", "killed")
+    await asking_cluster.settle()
+    assert (asking_cluster.cluster.awaited, asking_cluster.job.hosts) == (set(), {})
+    asking_cluster = Asking(FakeJob(1), tmp_path)
+    asking_cluster.cluster.lose("a", "killed while the run started")
+    asking_cluster.replacements.begin(("a",))
+    await asking_cluster.settle()
+    assert list(asking_cluster.job.hosts) == ["a.1"]
+    await asking_cluster.replacements.close()
 
 
 def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:

@@ -92,24 +92,24 @@ def test_a_report_names_the_commit_and_uncommitted_changes() -> None:
 
 
 def test_the_machine_is_described_but_not_named() -> None:
-    found = machine()
-    assert found["cores"] == len(os.sched_getaffinity(0))
-    assert found["kernel"] == f"Linux {platform.release()}"
-    assert isinstance(found["memory_gib"], float)
-    assert found["memory_gib"] > 0
-    written = json.dumps(found)
-    assert platform.node() not in written
-    assert f"/{getpass.getuser()}" not in written
+    machine_facts = machine()
+    assert machine_facts["cores"] == len(os.sched_getaffinity(0))
+    assert machine_facts["kernel"] == f"Linux {platform.release()}"
+    assert isinstance(machine_facts["memory_gib"], float)
+    assert machine_facts["memory_gib"] > 0
+    text = json.dumps(machine_facts)
+    assert platform.node() not in text
+    assert f"/{getpass.getuser()}" not in text
 
 
 def test_the_table_shows_median_spread_and_repeats(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         run_benchmark("shuffle", Config, lambda _, report: void(report.measure("seconds", [3.0, 1.0, 2.5])), args=[])
     assert exit.value.code == 0
-    shown = capsys.readouterr().out
-    assert "2.5" in shown
-    assert "1 to 3" in shown
-    assert f"python {platform.python_version()}" in shown
+    output = capsys.readouterr().out
+    assert "2.5" in output
+    assert "1 to 3" in output
+    assert f"python {platform.python_version()}" in output
 
 
 def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def share_by_torch(model: nn.Module, layout: Layout) -> None:
     if other == "tp":
         parallelize_module(model, mesh["tp"], {"tok_embeddings": RowwiseParallel(), "lm_head": ColwiseParallel()})
         for layer in model.layers.values():  # type: ignore[union-attr, operator]
-            plan = {f"attention.qkv_linear.w{one}": ColwiseParallel() for one in "qkv"}
+            plan = {f"attention.qkv_linear.w{projection}": ColwiseParallel() for projection in "qkv"}
             plan |= {"attention.wo": RowwiseParallel()}
             if hasattr(layer, "feed_forward") and layer.feed_forward is not None:
                 plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel()}
@@ -210,18 +210,18 @@ def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
         dist.broadcast_object_list(drafted, src=0)
         shards = list(local_shards(model, range(dist.get_world_size())))
         reports = asyncio.run(transport().write(drafted[0], shards, rank=rank))
-        whole = {ours: values_of(parameter).clone() for ours, parameter in named_weights(model)}
+        weights = {ours: values_of(parameter).clone() for ours, parameter in named_weights(model)}
         for values in map(values_of, model.parameters()):
             values.zero_()
         load_weights(model, folder / name, tied=False)
-        held = {values_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+        storages = {values_of(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
         results[name] = Written(
             specs=specs(model),
             manifest=drafted[0],
             reports=reports,
             placements={str(getattr(parameter, "placements", ())) for parameter in model.parameters()},
-            copied=[shard.name for shard in shards if shard.values.untyped_storage().data_ptr() not in held],
-            misread=[n for n, parameter in named_weights(model) if not torch.equal(values_of(parameter), whole[n])],
+            copied=[shard.name for shard in shards if shard.values.untyped_storage().data_ptr() not in storages],
+            misread=[n for n, parameter in named_weights(model) if not torch.equal(values_of(parameter), weights[n])],
         )
         dist.barrier()
     return results
@@ -231,9 +231,9 @@ def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Written]]]:
     """Reports of each rank, by layout."""
     ranks = run_ranks(write_as_rank, RANKS, tmp_path_factory.mktemp("segments"))
-    found = {name: [rank[name] for rank in ranks] for name in LAYOUTS}
-    yield found
-    for by_rank in found.values():
+    ranks_of = {name: [rank[name] for rank in ranks] for name in LAYOUTS}
+    yield ranks_of
+    for by_rank in ranks_of.values():
         forget(by_rank[0].manifest)
 
 
@@ -285,8 +285,8 @@ def test_the_layouts_are_those_that_are_meant(written: dict[str, list[Written]])
         "odd_fsdp2_tp2": "(_StridedShard(dim=0, sf=2), Shard(dim=0))",
     }
     for name, placements in expected.items():
-        found = set.union(*(rank.placements for rank in written[name]))
-        assert placements in found, (name, found)
+        placements_of_ranks = set.union(*(rank.placements for rank in written[name]))
+        assert placements in placements_of_ranks, (name, placements_of_ranks)
 
 
 class Reader:
@@ -309,21 +309,29 @@ class Reader:
         self._fuse("model.norm", [("model.norm.weight", None)])
         layers = sorted({int(name.split(".")[2]) for name in whole if name.startswith("model.layers.")})
         for layer in layers:
-            at = f"model.layers.{layer}"
-            projections = [(f"{at}.self_attn.{one}_proj.weight", 0 if one == "q" else kv) for one in "qkv"]
-            self._fuse(f"{at}.qkv", projections)
-            self._fuse(f"{at}.o", [(f"{at}.self_attn.o_proj.weight", 1)])
+            prefix = f"model.layers.{layer}"
+            projections = [
+                (f"{prefix}.self_attn.{projection}_proj.weight", 0 if projection == "q" else kv) for projection in "qkv"
+            ]
+            self._fuse(f"{prefix}.qkv", projections)
+            self._fuse(f"{prefix}.o", [(f"{prefix}.self_attn.o_proj.weight", 1)])
             for norm in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-                self._fuse(f"{at}.{norm}", [(f"{at}.{norm}.weight", None)])
-            if f"{at}.mlp.gate.weight" not in whole:
-                self._fuse(f"{at}.gate_up", [(f"{at}.mlp.{one}_proj.weight", 0) for one in ("gate", "up")])
-                self._fuse(f"{at}.down", [(f"{at}.mlp.down_proj.weight", 1)])
+                self._fuse(f"{prefix}.{norm}", [(f"{prefix}.{norm}.weight", None)])
+            if f"{prefix}.mlp.gate.weight" not in whole:
+                self._fuse(
+                    f"{prefix}.gate_up",
+                    [(f"{prefix}.mlp.{projection}_proj.weight", 0) for projection in ("gate", "up")],
+                )
+                self._fuse(f"{prefix}.down", [(f"{prefix}.mlp.down_proj.weight", 1)])
                 continue
-            self._fuse(f"{at}.router", [(f"{at}.mlp.gate.weight", None)])
+            self._fuse(f"{prefix}.router", [(f"{prefix}.mlp.gate.weight", None)])
             experts = range(sizes.experts // ep * ep_rank, sizes.experts // ep * (ep_rank + 1))
-            gate_up = [[(f"{at}.mlp.experts.{e}.{one}_proj.weight", 0) for one in ("gate", "up")] for e in experts]
-            self._stack(f"{at}.w13", gate_up)
-            self._stack(f"{at}.w2", [[(f"{at}.mlp.experts.{e}.down_proj.weight", 1)] for e in experts])
+            gate_up = [
+                [(f"{prefix}.mlp.experts.{e}.{projection}_proj.weight", 0) for projection in ("gate", "up")]
+                for e in experts
+            ]
+            self._stack(f"{prefix}.w13", gate_up)
+            self._stack(f"{prefix}.w2", [[(f"{prefix}.mlp.experts.{e}.down_proj.weight", 1)] for e in experts])
 
     def _fuse(self, name: str, pieces: list[tuple[str, int | None]]) -> None:
         self._stack(name, [pieces])
@@ -337,19 +345,19 @@ class Reader:
         self.expected[name] = torch.stack([torch.cat(row) for row in parts])
         parameter = self.parameters[name] = torch.full_like(self.expected[name], float("nan"))
         for stacked, row in zip(parameter, slices, strict=True):
-            at = 0
+            offset = 0
             for piece, tensor_slice in row:
                 self.wants[piece] = tensor_slice
-                self.places[piece] = stacked[at : at + tensor_slice.size[0]]
-                at += tensor_slice.size[0]
+                self.places[piece] = stacked[offset : offset + tensor_slice.size[0]]
+                offset += tensor_slice.size[0]
 
     def _box(self, name: str, dim: int | None) -> TensorSlice:
         shape = self._whole[name].shape
         start, size = [0] * len(shape), list(shape)
         if dim is not None:
-            most = -(-shape[dim] // self._tp)
-            start[dim] = most * self._tp_rank
-            size[dim] = min(most, shape[dim] - start[dim])
+            rows_per_rank = -(-shape[dim] // self._tp)
+            start[dim] = rows_per_rank * self._tp_rank
+            size[dim] = min(rows_per_rank, shape[dim] - start[dim])
         return TensorSlice(start=tuple(start), size=tuple(size))
 
 
@@ -364,26 +372,28 @@ READERS = [
 @pytest.mark.parametrize(("name", "tp", "ep"), READERS)
 def test_each_reader_reads_its_part_and_nothing_else(name: str, tp: int, ep: int, written: dict[str, list[Written]]):
     manifest = complete(written[name][0].manifest, [rank.reports for rank in written[name]])
-    whole = published(LAYOUTS[name])
-    assert {entry.name: entry.shape for entry in manifest.tensors} == {n: tuple(t.shape) for n, t in whole.items()}
+    full_weights = published(LAYOUTS[name])
+    assert {entry.name: entry.shape for entry in manifest.tensors} == {
+        n: tuple(t.shape) for n, t in full_weights.items()
+    }
     reports = []
     for rank in range(tp * ep):
-        reader = Reader(LAYOUTS[name].sizes, whole, tp=tp, tp_rank=rank % tp, ep=ep, ep_rank=rank % ep)
+        reader = Reader(LAYOUTS[name].sizes, full_weights, tp=tp, tp_rank=rank % tp, ep=ep, ep_rank=rank % ep)
         reports += asyncio.run(read_slices(transport(), manifest, reader.wants, reader.places))
         for parameter, values in reader.parameters.items():
             assert torch.equal(values, reader.expected[parameter]), parameter
-        wanted = 2 * sum(tensor_slice.numel for tensor_slice in reader.wants.values())
-        assert (wanted < manifest.bytes) == (tp * ep > 1)
+        needed_bytes = 2 * sum(tensor_slice.numel for tensor_slice in reader.wants.values())
+        assert (needed_bytes < manifest.bytes) == (tp * ep > 1)
     assert combine_shards(reports, version=7) == {entry.name: entry.fingerprint for entry in manifest.tensors}
     for entry in manifest.tensors:
-        assert entry.fingerprint == fingerprint(whole[entry.name], entry.shape), entry.name
+        assert entry.fingerprint == fingerprint(full_weights[entry.name], entry.shape), entry.name
 
 
 def cut(rows: range, pieces: int, place: int) -> range:
     """One of the pieces that torch.chunk makes; empty where there are fewer."""
     chunks = torch.tensor(list(rows)).chunk(pieces) if rows else ()
-    found = chunks[place].tolist() if place < len(chunks) else []
-    return range(found[0], found[-1] + 1) if found else range(0)
+    indices = chunks[place].tolist() if place < len(chunks) else []
+    return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 @pytest.mark.parametrize(("fsdp", "tp"), [(2, 2), (3, 2), (2, 3), (4, 3), (3, 4)])

@@ -49,7 +49,7 @@ async def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(
     calls[5].cancel()  # that one waits for another
     work.go_on.set()
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert [each for each in results if isinstance(each, tuple)] == [("é\ud800", False)] + [("é\ud800", True)] * 7
+    assert [result for result in results if isinstance(result, tuple)] == [("é\ud800", False)] + [("é\ud800", True)] * 7
     assert await cache.get(content_key(1), work) == ("é\ud800", True)
     cache.close()
     later = ResultCache(tmp_path / "cache")
@@ -92,12 +92,12 @@ async def test_a_forgotten_result_is_not_read_from_a_file_that_still_holds_it(
     "work", [lambda: Work(keep=False), lambda: Work(error=OSError("gone")), lambda: Work("x" * 99)]
 )
 async def test_what_fails_is_too_large_or_is_not_to_be_kept_is_run_by_each(work: Callable[[], Work], tmp_path: Path):
-    each, cache = work(), ResultCache(tmp_path, value_bytes=98)
-    calls = [asyncio.create_task(cache.get(content_key(1), each)) for _ in range(3)]
+    compute, cache = work(), ResultCache(tmp_path, value_bytes=98)
+    calls = [asyncio.create_task(cache.get(content_key(1), compute)) for _ in range(3)]
     await asyncio.sleep(0)
-    each.go_on.set()
+    compute.go_on.set()
     await asyncio.gather(*calls, return_exceptions=True)
-    assert each.runs == 3
+    assert compute.runs == 3
     cache.close()
 
 
@@ -114,20 +114,20 @@ async def test_a_cancelled_call_leaves_the_work_to_one_that_waits_for_it(tmp_pat
 
 async def test_the_least_recently_used_results_are_evicted(tmp_path: Path):
     cache = ResultCache(tmp_path, most_bytes=20_000, memory_bytes=0)
-    for at in range(300):
-        await get(cache, at)
-        if at > 20:
+    for number in range(300):
+        await get(cache, number)
+        if number > 20:
             assert await get(cache, 7)
-        if at % 10 == 0:  # a batch of writes is one use
+        if number % 10 == 0:  # a batch of writes is one use
             cache.close()
     cache.close()
     with sqlite3.connect(tmp_path / FILE) as database:
-        total, counted, rows = database.execute(
+        total, counted_bytes, rows = database.execute(
             "select sum(bytes), (select bytes from total), count(*) from results"
         ).fetchone()
-    assert total == counted <= 20_000
+    assert total == counted_bytes <= 20_000
     assert rows > 60
-    assert [await get(cache, at) for at in (299, 290, 7, 0, 30)] == [True, True, True, False, False]
+    assert [await get(cache, number) for number in (299, 290, 7, 0, 30)] == [True, True, True, False, False]
     cache.close()
 
 
@@ -155,18 +155,18 @@ def no_table(path: Path) -> None:
 async def test_a_damaged_file_costs_its_results_only(damage: Callable[[Path], None], while_open: bool, tmp_path: Path):
     async def main() -> None:
         cache = ResultCache(tmp_path, memory_bytes=0)
-        for at in range(200):
-            await get(cache, at)
+        for number in range(200):
+            await get(cache, number)
         cache.close()
         if while_open:
             assert await get(cache, 0)
         damage(tmp_path / FILE)
-        assert not all([await get(cache, at) for at in range(200)])
+        assert not all([await get(cache, number) for number in range(200)])
         cache.close()
         if damage is no_table and while_open:
             return  # the next one mends it
         after = ResultCache(tmp_path, memory_bytes=0)
-        assert all([await get(after, at) for at in range(200)])
+        assert all([await get(after, number) for number in range(200)])
         after.close()
 
     await main()
@@ -210,14 +210,14 @@ def test_equal_calls_of_processes_run_once_unless_the_first_dies(tmp_path: Path)
 
     first = start(600)
     assert [first.stdout.readline() for _ in range(2)] == ["started\n", "running\n"]
-    others = [start(0.3) for _ in range(2)]
-    ready, at_once = others[0].stdout, others[1].stdout
-    assert [each.readline() for each in (ready, at_once)] == ["started\n"] * 2
+    processes = [start(0.3) for _ in range(2)]
+    ready, at_once = processes[0].stdout, processes[1].stdout
+    assert [stream.readline() for stream in (ready, at_once)] == ["started\n"] * 2
     assert ran.read_text() == "ran\n"
     os.kill(first.pid, signal.SIGKILL)
     texts = sorted([ready.read(), at_once.read()])
     assert texts == ["True\n", "running\nFalse\n"]
     assert ran.read_text() == "ran\n" * 2
-    for process in (first, *others):
+    for process in (first, *processes):
         process.wait()
         process.stdout.close()

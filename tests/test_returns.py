@@ -15,8 +15,10 @@ from tests.fakes import TASK, random_batch
 
 
 def test_sums_stop_at_the_end_of_their_episode():
-    found = discounted(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), np.array([1, 3, 0, 2]), np.array([9.0, 0.5, 7.0, 0.1]))
-    np.testing.assert_allclose(found, [1.0, 2 + 0.5 * 3 + 0.25 * 4, 3 + 0.5 * 4, 4.0, 5.6, 6.0])
+    returns = discounted(
+        np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), np.array([1, 3, 0, 2]), np.array([9.0, 0.5, 7.0, 0.1])
+    )
+    np.testing.assert_allclose(returns, [1.0, 2 + 0.5 * 3 + 0.25 * 4, 3 + 0.5 * 4, 4.0, 5.6, 6.0])
 
 
 def turn(size: int) -> Turn:
@@ -57,21 +59,21 @@ def test_a_part_that_is_added_to_the_rewards_of_steps_is_placed_on_the_last_toke
 
 def test_flat_arrays_return_to_their_groups():
     batch = random_batch(0, vocab=43)
-    values = [np.full(each.response_tokens, i, np.float32) for i, each in enumerate(batch.episodes)]
+    values = [np.full(episode.response_tokens, i, np.float32) for i, episode in enumerate(batch.episodes)]
     grouped = by_group(batch, values)
-    assert [[each[0] for each in group] for group in grouped] == [[0, 1, 2], [3, 4, 5]]
+    assert [[values[0] for values in group] for group in grouped] == [[0, 1, 2], [3, 4, 5]]
 
 
 def scored(*groups: list[tuple[Score | None, tuple[int, ...]]]) -> Batch:
     """A batch of episodes with these scores, whose turns have these numbers of tokens."""
-    made = [
+    scored_groups = [
         Group(
             task=TASK,
             episodes=tuple(Episode(task=TASK, turns=tuple(map(turn, sizes)), score=score) for score, sizes in group),
         )
         for group in groups
     ]
-    return Batch(groups=tuple(made), version=0)
+    return Batch(groups=tuple(scored_groups), version=0)
 
 
 def whitened(values: np.ndarray) -> np.ndarray:
@@ -96,9 +98,9 @@ def test_returns_are_carried_over_observations_with_discount_and_penalties():
                 running = rewards[row, t] + 0.9 * running
                 returns[row, t] = running
     expected = whitened(np.concatenate([returns[0, mask], returns[1, :4]]))
-    found = reinforce_pp_advantages(batch, gamma=0.9, penalties=penalties)
-    np.testing.assert_allclose(np.concatenate(found[0]), expected, rtol=1e-5)
-    assert [len(each) for each in found[0]] == [5, 4]
+    advantages = reinforce_pp_advantages(batch, gamma=0.9, penalties=penalties)
+    np.testing.assert_allclose(np.concatenate(advantages[0]), expected, rtol=1e-5)
+    assert [len(values) for values in advantages[0]] == [5, 4]
 
 
 def test_without_discount_and_penalties_it_is_the_estimator_of_that_name():
@@ -106,8 +108,8 @@ def test_without_discount_and_penalties_it_is_the_estimator_of_that_name():
     totals = [0.0, 1.0, 0.3, -2.0]
     batch = scored(*[[(Score(total=total), size)] for total, size in zip(totals, sizes, strict=True)])
     expected = batch_advantages(batch, estimator="reinforce_pp")
-    for (found,), same in zip(reinforce_pp_advantages(batch), expected, strict=True):
-        np.testing.assert_allclose(found, float(same[0]), rtol=1e-5)
+    for (values,), expected_values in zip(reinforce_pp_advantages(batch), expected, strict=True):
+        np.testing.assert_allclose(values, float(expected_values[0]), rtol=1e-5)
 
 
 def test_hand_worked_returns_of_a_discount():
@@ -120,11 +122,11 @@ def test_hand_worked_returns_of_a_discount():
 
 
 def test_episodes_without_a_score_have_no_advantage_and_are_in_no_mean():
-    given = [(Score(total=1.0), (2,)), (Score(total=0.0), (3,))]
-    (whole,) = reinforce_pp_advantages(scored(given))
-    (found,) = reinforce_pp_advantages(scored([given[0], (None, (50,)), given[1]]))
-    assert not found[1].any()
-    np.testing.assert_array_equal(np.concatenate([found[0], found[2]]), np.concatenate(whole))
+    scores = [(Score(total=1.0), (2,)), (Score(total=0.0), (3,))]
+    (advantages,) = reinforce_pp_advantages(scored(scores))
+    (with_failed,) = reinforce_pp_advantages(scored([scores[0], (None, (50,)), scores[1]]))
+    assert not with_failed[1].any()
+    np.testing.assert_array_equal(np.concatenate([with_failed[0], with_failed[2]]), np.concatenate(advantages))
 
 
 def test_what_does_not_fit_is_refused():

@@ -85,11 +85,11 @@ def scored(reward: Any) -> Episode:
         if isinstance(reward, WeightedSum):
             functions = {name: function for name, (function, _) in reward.parts.items()}
         actor._functions = {0: _with_forms(functions)}
-        found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE]))[0].items()}
+        part_scores = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE]))[0].items()}
         if isinstance(reward, WeightedSum):
-            [combined] = reward.combine_all({name: [score] for name, score in found.items()})
+            [combined] = reward.combine_all({name: [score] for name, score in part_scores.items()})
             return with_score(EPISODE, combined)
-        return with_score(EPISODE, found["alone"])
+        return with_score(EPISODE, part_scores["alone"])
 
     return asyncio.run(main())
 
@@ -251,8 +251,8 @@ def test_each_bundled_reward_is_built_documented_and_pickled(mine: Path, monkeyp
     for name, kind in REWARDS.items():
         if name == "math":
             pytest.importorskip("math_verify")
-        beside = ["number"] if hasattr(kind, "shape") else []
-        reward = build_reward([f"{name}:{needed.get(name, '')}", *beside])
+        parts = ["number"] if hasattr(kind, "shape") else []
+        reward = build_reward([f"{name}:{needed.get(name, '')}", *parts])
         assert pickle.loads(pickle.dumps(reward)) == reward, name
         assert inspect.getdoc(kind), name
 

@@ -61,7 +61,7 @@ def episode_of(text: str, task: Task = TASK) -> Episode:
 
 def scores_of(model: RewardModel, *answers: str) -> list[float]:
     async def main() -> list[float]:
-        return [score.total for score in await asyncio.gather(*(model(TASK, episode_of(each)) for each in answers))]
+        return [score.total for score in await asyncio.gather(*(model(TASK, episode_of(answer)) for answer in answers))]
 
     return asyncio.run(main())
 
@@ -80,12 +80,12 @@ def expected(folder: Path, text: str, dtype: str = "float32") -> list[float]:
 
 def rounding(folder: Path) -> float:
     """How far scores may be apart that float32 gives in another order of sums."""
-    pairs = [(expected(folder, each)[0], expected(folder, each, "float64")[0]) for each in ANSWERS]
-    return 30 * max(abs(found - exact) for found, exact in pairs)
+    pairs = [(expected(folder, answer)[0], expected(folder, answer, "float64")[0]) for answer in ANSWERS]
+    return 30 * max(abs(score - exact) for score, exact in pairs)
 
 
 def test_scores_are_the_models_logits_however_they_are_batched(classifier: Path):
-    truth, bound = [expected(classifier, each)[0] for each in ANSWERS], rounding(classifier)
+    truth, bound = [expected(classifier, answer)[0] for answer in ANSWERS], rounding(classifier)
     assert len(set(truth)) == len(ANSWERS)
     for batch in (1, 3, 16):
         assert scores_of(RewardModel(path=classifier, batch=batch), *ANSWERS) == pytest.approx(truth, abs=bound)
@@ -160,7 +160,7 @@ def test_without_a_padding_token_scores_are_the_same(classifier: Path, tmp_path:
     folder = shutil.copytree(classifier, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
-    truth = [expected(classifier, each)[0] for each in ANSWERS]
+    truth = [expected(classifier, answer)[0] for answer in ANSWERS]
     assert scores_of(RewardModel(path=folder), *ANSWERS) == pytest.approx(truth, abs=rounding(folder))
 
 
@@ -221,10 +221,10 @@ async def test_a_part_with_replicas_of_its_own_is_scored_there(classifier: Path,
     parts: dict[str, tuple[RewardFunction, float]] = {
         "apart": (Apart(1), 0.0), "length": (length, 1.0), "pid": (pid, 0.0), "model": (model, 0.0)
     }  # fmt: skip
-    async with cluster(tmp_path) as (made, faults):
+    async with cluster(tmp_path) as (meshes, faults):
         start = RewardService.start(
             RewardService.Config(),
-            ServiceStart(cluster=made, faults=faults, deadline_s=120),
+            ServiceStart(cluster=meshes, faults=faults, deadline_s=120),
             function=WeightedSum(parts),
         )
         service = await start
@@ -239,13 +239,13 @@ async def test_a_part_with_replicas_of_its_own_is_scored_there(classifier: Path,
             assert process != first.parts["pid"]
             # It comes back, loaded.
             os.kill(int(process), signal.SIGKILL)
-            [again] = await service.score(episodes[:1])
-            assert again.parts["apart"] % 1 == pytest.approx(0.1)
-            assert int(again.parts["apart"]) not in (int(process), int(again.parts["pid"]))
+            [second_score] = await service.score(episodes[:1])
+            assert second_score.parts["apart"] % 1 == pytest.approx(0.1)
+            assert int(second_score.parts["apart"]) not in (int(process), int(second_score.parts["pid"]))
             # A new sum that has it too keeps its process, and ends those of what it has not.
             await service.replace(WeightedSum({"apart": (Apart(1), 1.0), "length": (negative, 0.0)}))
-            [kept] = await service.score(episodes[:1])
-            assert kept.parts == {"apart": again.parts["apart"], "length": -1.0}
+            [replaced_score] = await service.score(episodes[:1])
+            assert replaced_score.parts == {"apart": second_score.parts["apart"], "length": -1.0}
             await service.replace(length)
             assert [score.total for score in await service.score(episodes)] == [4.0, 15.0]
             assert [fault.service for fault in faults.seen] == ["reward-apart"]
@@ -257,10 +257,10 @@ async def test_a_part_with_replicas_of_its_own_is_scored_there(classifier: Path,
 @pytest.mark.usefixtures("nothing_left")
 async def test_scores_during_a_replacement_are_the_old_or_the_new_ones(tmp_path: Path):
     old = WeightedSum({"length": (length, 1.0), "again": (length, 0.0)})
-    async with cluster(tmp_path) as (made, faults):
+    async with cluster(tmp_path) as (meshes, faults):
         config = RewardService.Config(replicas=2)
         service = await RewardService.start(
-            config, ServiceStart(cluster=made, faults=faults, deadline_s=120), function=old
+            config, ServiceStart(cluster=meshes, faults=faults, deadline_s=120), function=old
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -269,7 +269,7 @@ async def test_scores_during_a_replacement_are_the_old_or_the_new_ones(tmp_path:
                 while not replacing.done():
                     [score] = await service.score([episode_of("four", task_of())])
                     assert score.total in (4.0, -1.0)
-            assert {each.result()[0].total for each in scored} == {4.0}
+            assert {score_task.result()[0].total for score_task in scored} == {4.0}
             assert (await service.score([episode_of("four", task_of())]))[0].total == -1.0
         finally:
             faults.closing = True

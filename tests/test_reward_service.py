@@ -35,10 +35,10 @@ LONG_S = 120.0
 async def reward(
     logs: Path, function: RewardFunction, *, replicas: int = 1, deadline_s: float = LONG_S
 ) -> AsyncIterator[tuple[RewardService, Faults]]:
-    async with cluster(logs) as (made, faults):
+    async with cluster(logs) as (meshes, faults):
         config = RewardService.Config(replicas=replicas, deadline_s=deadline_s)
         service = await RewardService.start(
-            config, ServiceStart(cluster=made, faults=faults, deadline_s=LONG_S), function=function
+            config, ServiceStart(cluster=meshes, faults=faults, deadline_s=LONG_S), function=function
         )
         try:
             yield service, faults
@@ -50,8 +50,8 @@ async def reward(
 async def score(service: RewardService, task: Task, text: str) -> float:
     """Score the text of an answer."""
     episode = Episode(task=task, turns=(), output=text)
-    [found] = await service.score([episode])
-    return with_score(episode, found).reward
+    [score] = await service.score([episode])
+    return with_score(episode, score).reward
 
 
 async def full_strength(service: RewardService) -> None:
@@ -134,19 +134,19 @@ async def test_a_function_that_is_replaced_while_a_replica_starts_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     async with reward(tmp_path, fake_envs.pid) as (service, _):
-        original, given = Replica.call, asyncio.Event()
+        original, is_given = Replica.call, asyncio.Event()
         go_on = asyncio.Event()
 
         async def call(replica: Replica, method: str, *args: object, **settings: object) -> object:
             answer = await original(replica, method, *args, **settings)  # type: ignore[arg-type]
-            if method == "replace" and not given.is_set():
-                given.set()
+            if method == "replace" and not is_given.is_set():
+                is_given.set()
                 await go_on.wait()
             return answer
 
         monkeypatch.setattr(Replica, "call", call)
         os.kill(int(await score(service, task_of(), "")), signal.SIGKILL)
-        await given.wait()
+        await is_given.wait()
         await service.replace(fake_envs.negative)
         go_on.set()
         assert await score(service, task_of(), "") == -1.0
@@ -189,10 +189,10 @@ async def test_an_async_function_that_hangs_is_late_but_ends_no_process(tmp_path
         with pytest.raises(DeadlineError, match="no answer within 2 s"):
             await score(service, task_of(), "")
         assert faults.seen == []
-        told: list[None] = []
-        service.replaced.add(lambda: told.append(None))
+        replacements: list[None] = []
+        service.replaced.add(lambda: replacements.append(None))
         await service.replace(fake_envs.length)
-        assert told == [None]
+        assert replacements == [None]
         assert await score(service, task_of(), "four") == 4.0
 
 
@@ -201,14 +201,14 @@ async def test_an_answer_that_kills_its_scorer_costs_itself_and_no_other(tmp_pat
         return os._exit(6) if text == "poison" else float(len(text))
 
     async with reward(tmp_path, deadly) as (service, faults):
-        others = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
+        calls = [asyncio.create_task(score(service, replace(task_of(), id=f"{n}"), "fine")) for n in range(20)]
         for number in range(3):
             task = replace(task_of(), id=f"p{number}")
             episode = Episode(task=task, turns=(), output="poison")
             with pytest.raises(PoisonError, match=f"scoring .* p{number} killed 3 replicas.*status 6"):
                 await score_again(service, [episode])
             assert await score(service, task_of(), "fine") == 4.0
-        assert await asyncio.gather(*others) == [4.0] * 20
+        assert await asyncio.gather(*calls) == [4.0] * 20
         assert len(faults.seen) == 9
         await full_strength(service)
         assert faults.fatal is None
@@ -219,18 +219,18 @@ async def test_a_new_reward_is_tried_before_it_is_taken(tmp_path: Path):
         raise KeyError("absent")
 
     async with reward(tmp_path, fake_envs.length) as (service, faults):
-        task, told = task_of(), list[str]()
+        task, events = task_of(), list[str]()
         service.try_on(lambda: [[Episode(task=task, turns=(), score=Score(total=4.0), output="four")]])
-        service.replaced.add(lambda: told.append("replaced"))
+        service.replaced.add(lambda: events.append("replaced"))
         with pytest.raises(ConfigError, match=r"fails on s t.*KeyError: 'absent' \(.*test_reward_service.py:\d+\)"):
             await service.replace(raising)
         with pytest.raises(ConfigError, match="the reward of t is nan"):
             await service.replace(lambda task, text: float("nan"))
         assert await score(service, task, "four") == 4.0
-        assert (told, service.function, faults.seen) == ([], fake_envs.length, [])
+        assert (events, service.function, faults.seen) == ([], fake_envs.length, [])
         await service.replace(lambda task, text: 7.0)
         assert await score(service, task, "four") == 7.0
-        assert told == ["replaced"]
+        assert events == ["replaced"]
 
 
 def test_settings_are_checked():

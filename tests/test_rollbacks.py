@@ -50,9 +50,9 @@ async def test_objects_of_the_recipe_follow_checkpoints_and_rollbacks(tmp_path: 
     assert await first.rollback() == 1
     assert entropy.coefficient == 0.25
 
-    again = Parts()
-    again.version, again.updates = 1, 2
-    second, other = checkpointer_of(again, tmp_path), AdaptiveEntropy(target=1.0)
+    second_parts = Parts()
+    second_parts.version, second_parts.updates = 1, 2
+    second, other = checkpointer_of(second_parts, tmp_path), AdaptiveEntropy(target=1.0)
     await second.resume(saved)
     second.kept.add("entropy", other)
     assert other.coefficient == 0.25
@@ -197,5 +197,5 @@ async def test_a_rollback_drops_unfinished_checkpoints(tmp_path: Path) -> None:
     parts.disk.set()
     parts.step(checkpointer)
     await save(checkpointer)
-    assert [each.step for each in checkpointer.checkpoints.all()] == [1, 2]
-    assert all(each.damage() == "" for each in checkpointer.checkpoints.all())
+    assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [1, 2]
+    assert all(checkpoint.damage() == "" for checkpoint in checkpointer.checkpoints.all())

@@ -21,7 +21,7 @@ def test_delivered_batches_leave_nothing_to_the_garbage_collector() -> None:
             await executor.next_batch()
         gc.collect()
         gc.set_debug(0)
-        ours = (type(each) for each in gc.garbage if type(each).__module__.startswith("forge_rl"))
+        ours = (type(object_left) for object_left in gc.garbage if type(object_left).__module__.startswith("forge_rl"))
         return Counter(kind.__name__ for kind in ours)
 
     try:

@@ -57,14 +57,14 @@ def engine_of(folder: Path, **settings: Any) -> TitanEngine:
 
 def own_choices(engine: TitanEngine, laid: PackedBatch) -> PackedBatch:
     """The rows, with the experts that the engine chooses itself."""
-    chosen: list[torch.Tensor] = []
+    expert_ids: list[torch.Tensor] = []
     for router in routers(engine.model):
-        router.register_forward_hook(lambda _, __, out: chosen.append(out[1][0]))
+        router.register_forward_hook(lambda _, __, out: expert_ids.append(out[1][0]))
     rows = []
     for row in laid.rows:
-        chosen.clear()
+        expert_ids.clear()
         engine.logprobs([replace(row, routed=None)], temperature=1.0)
-        rows.append(replace(row, routed=torch.stack(chosen, dim=1).to(torch.int16)))
+        rows.append(replace(row, routed=torch.stack(expert_ids, dim=1).to(torch.int16)))
     return replace(laid, minibatches=(replace(laid.minibatches[0], rows=tuple(rows)),))
 
 
@@ -90,17 +90,19 @@ def test_rows_carry_the_experts_of_each_input_token() -> None:
         assert (row.routed[row.trees < 0] == -1).all()
         for tree in range(int(row.trees.max()) + 1):
             branches = branches_of(row, tree)
-            here = (row.trees == tree).nonzero()[:, 0]
-            episodes = [int(row.episodes[here[branches == b]].max()) for b in range(1, int(branches.max()) + 1)]
-            known = [e for e in episodes if divmod(e, 3) != unknown]
-            for branch, episode in enumerate([known[0], *episodes]):
-                own = here[branches == branch]
-                expected = -torch.ones(len(own), LAYERS, TOP_K)
+            tree_positions = (row.trees == tree).nonzero()[:, 0]
+            episodes = [
+                int(row.episodes[tree_positions[branches == b]].max()) for b in range(1, int(branches.max()) + 1)
+            ]
+            known_episodes = [e for e in episodes if divmod(e, 3) != unknown]
+            for branch, episode in enumerate([known_episodes[0], *episodes]):
+                branch_positions = tree_positions[branches == branch]
+                expected = -torch.ones(len(branch_positions), LAYERS, TOP_K)
                 if divmod(episode, 3) != unknown:
                     drawn = draw(*divmod(episode, 3), 0, 256)
-                    expected = torch.tensor(drawn)[row.positions[own]]
-                assert row.routed[own].tolist() == expected.tolist()
-                checked += len(own)
+                    expected = torch.tensor(drawn)[row.positions[branch_positions]]
+                assert row.routed[branch_positions].tolist() == expected.tolist()
+                checked += len(branch_positions)
     assert checked == sum(int((row.trees >= 0).sum()) for row in laid.rows)
     assert any((branches_of(row, 0) == 0).any() for row in laid.rows), "prefixes are shared"
     assert all(row.routed is None for row in packed(random_batch(0, vocab=43)).rows)
@@ -111,26 +113,28 @@ def test_a_replay_of_the_trainers_own_choice_changes_nothing(family: str, tmp_pa
     make_model(tmp_path, family)
     plain, replaying = engine_of(tmp_path), engine_of(tmp_path, router_replay=True)
     laid = packed(random_batch(0, vocab=43), seq_len=32)
-    known = own_choices(plain, laid)
+    routed_batch = own_choices(plain, laid)
     if family == "deepseek_v3":  # the first layer is dense: what stands there is of no use
-        known = replace(
-            known,
+        routed_batch = replace(
+            routed_batch,
             minibatches=(
                 replace(
-                    known.minibatches[0],
+                    routed_batch.minibatches[0],
                     rows=tuple(
                         replace(row, routed=torch.cat([torch.zeros_like(row.routed[:, :1]), row.routed], dim=1))
-                        for row in known.rows
+                        for row in routed_batch.rows
                         if row.routed is not None
                     ),
                 ),
             ),
         )
-    expected, found = (reduce(train_batch(*given)) for given in ((plain, laid), (replaying, known)))
+    expected, replay_metrics = (
+        reduce(train_batch(*arguments)) for arguments in ((plain, laid), (replaying, routed_batch))
+    )
     for name in ("loss", "grad_norm", "entropy", "experts/load_max_over_mean"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+        assert replay_metrics[name] == pytest.approx(expected[name], rel=1e-12), name
     assert expected["experts/load_max_over_mean"] > 1
-    assert (found["experts/replayed"], found["experts/replay_differs"]) == (1, 0)
+    assert (replay_metrics["experts/replayed"], replay_metrics["experts/replay_differs"]) == (1, 0)
     assert "experts/replayed" not in expected
     theirs = hf_weights(plain.model)
     assert all(
@@ -190,15 +194,15 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
         routed[: len(prefix)] = prefix.long()
         ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         expected[index] = theirs.logprobs(ids, routed)[torch.tensor(segment.trained[1:])]
-    found = engine.logprobs(laid.rows, temperature=1.0)
+    logprobs = engine.logprobs(laid.rows, temperature=1.0)
     plain = engine_of(tmp_path).logprobs(laid.rows, temperature=1.0)
     loss = torch.zeros(())
-    for row, values, own in zip(laid.rows, found, plain, strict=True):
+    for row, values, plain_values in zip(laid.rows, logprobs, plain, strict=True):
         for index in row.episodes.unique().tolist():
             if index >= 0:
-                here = row.mask & (row.episodes == index)
-                torch.testing.assert_close(values[here], expected[index].detach(), rtol=0, atol=1e-10)
-                assert (own[here] - expected[index]).abs().max() > 0.01, "without replay it chooses others"
+                mask = row.mask & (row.episodes == index)
+                torch.testing.assert_close(values[mask], expected[index].detach(), rtol=0, atol=1e-10)
+                assert (plain_values[mask] - expected[index]).abs().max() > 0.01, "without replay it chooses others"
                 loss = loss - expected[index].sum()
     # Gradients: of the sum of the logprobs.
     loss.backward()
@@ -219,14 +223,14 @@ def test_tokens_with_unknown_experts_are_routed_by_the_trainer(tmp_path: Path) -
     batch = with_experts(random_batch(0, vocab=43), random_experts())
     (row,) = packed(batch, seq_len=128).rows
     assert row.routed is not None
-    (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
+    (plain_logprobs,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (none,) = engine.logprobs([replace(row, routed=torch.full_like(row.routed, -1))], temperature=1.0)
-    assert torch.equal(own, none)
+    assert torch.equal(plain_logprobs, none)
     partly = row.routed.clone()
     partly[row.trees == 1] = -1
-    (found,) = engine.logprobs([replace(row, routed=partly)], temperature=1.0)
-    assert torch.allclose(found[row.trees == 1], own[row.trees == 1], rtol=0, atol=1e-12)
-    assert (found - own)[row.trees == 0].abs().max() > 0.01
+    (logprobs,) = engine.logprobs([replace(row, routed=partly)], temperature=1.0)
+    assert torch.allclose(logprobs[row.trees == 1], plain_logprobs[row.trees == 1], rtol=0, atol=1e-12)
+    assert (logprobs - plain_logprobs)[row.trees == 0].abs().max() > 0.01
     laid = replace(packed(batch, seq_len=128), minibatches=())
     minibatch = packed(batch, seq_len=128).minibatches[0]
     laid = replace(laid, minibatches=(replace(minibatch, rows=(replace(row, routed=partly),)),))
@@ -241,12 +245,13 @@ def test_what_is_computed_again_is_routed_as_before(checkpointing: str, tmp_path
     laid = packed(with_experts(random_batch(0, vocab=43), random_experts()), seq_len=32)
     assert len(laid.rows) > 1
     plain = engine_of(tmp_path, router_replay=True)
-    again = engine_of(tmp_path, router_replay=True, activation_checkpointing=checkpointing)
-    expected, found = reduce(train_batch(plain, laid)), reduce(train_batch(again, laid))
-    assert found == pytest.approx(expected, rel=1e-12)
+    replay_engine = engine_of(tmp_path, router_replay=True, activation_checkpointing=checkpointing)
+    expected, replay_metrics = reduce(train_batch(plain, laid)), reduce(train_batch(replay_engine, laid))
+    assert replay_metrics == pytest.approx(expected, rel=1e-12)
     weights = hf_weights(plain.model)
     assert all(
-        torch.allclose(value, weights[name], rtol=0, atol=1e-12) for name, value in hf_weights(again.model).items()
+        torch.allclose(value, weights[name], rtol=0, atol=1e-12)
+        for name, value in hf_weights(replay_engine.model).items()
     )
 
 
@@ -254,9 +259,9 @@ def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3_moe")
     engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=64, router_replay=True), reference=True)
     row = packed(with_experts(random_batch(0, vocab=43), random_experts())).rows[0]
-    (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
+    (plain_logprobs,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (reference,) = engine.scorer.logprobs(engine._reference, [row], 1.0)
-    assert torch.equal(own, reference)
+    assert torch.equal(plain_logprobs, reference)
 
 
 def test_biases_in_the_choice_of_experts_move_towards_even_loads(tmp_path: Path) -> None:
@@ -264,7 +269,7 @@ def test_biases_in_the_choice_of_experts_move_towards_even_loads(tmp_path: Path)
     engine = engine_of(tmp_path, expert_balance="bias")
 
     def biases() -> dict[str, torch.Tensor]:
-        return {name: each.clone() for name, each in engine.model.named_buffers() if name.endswith("expert_bias_E")}
+        return {name: buffer.clone() for name, buffer in engine.model.named_buffers() if name.endswith("expert_bias_E")}
 
     before = biases()
     laid = packed(random_batch(0, vocab=43), seq_len=128)
@@ -277,10 +282,10 @@ def test_biases_in_the_choice_of_experts_move_towards_even_loads(tmp_path: Path)
         torch.testing.assert_close(moved, (load.mean() - load).sign().to(moved), rtol=0, atol=1e-3)
         assert moved.abs().sum() > 0
     assert all(spec.changed for spec in engine.specs()), "engines get the biases, too"
-    for family, said in (("deepseek_v3", ""), ("qwen3_moe", "no biases in its choice")):
+    for family, problem in (("deepseek_v3", ""), ("qwen3_moe", "no biases in its choice")):
         make_model(tmp_path, family)
         settings = TrainSettings(expert_balance="bias")
-        with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        with pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext():
             check_model(settings, 1, read_architecture(tmp_path))
     with pytest.raises(ConfigError, match="each rank has all experts"):
         check_model(TrainSettings(expert_balance="least_loaded"), 1, read_architecture(tmp_path))

@@ -158,7 +158,7 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
         rewards=("length",),
     )
     _, (note,) = choose_folder(advised, "grpo", tmp_path / "run")
-    for said in (
+    for line in (
         "--trainer.seq-len was 32, is 64",
         "--trainer.ranks",
         "--trainer.optimizer.lr",
@@ -166,7 +166,7 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
         "shm",
         "--reward was",
     ):
-        assert said in note
+        assert line in note
     assert "display" not in note
 
 
@@ -258,18 +258,18 @@ def test_edited_code_is_refused_once_there_is_something_to_continue(
         source.write_text(text)
         return code_digests(partial(importlib.import_module("rewards_of_mine").score, 1), Path, Config())
 
-    written = digests('def score(task, text):\n    """Score."""\n    return 1.0')
-    assert set(written) == {"rewards_of_mine.py", "test_run_dir.py"}
-    assert digests("# a comment\ndef score(task, text):\n    return 1.0\n") == written
+    digest_of = digests('def score(task, text):\n    """Score."""\n    return 1.0')
+    assert set(digest_of) == {"rewards_of_mine.py", "test_run_dir.py"}
+    assert digests("# a comment\ndef score(task, text):\n    return 1.0\n") == digest_of
     edited = digests("def score(task, text):\n    return 2.0\n")
 
     run = tmp_path / "run"
-    prepare_folder(run, Config(), written)
-    assert choose_folder(Config(), "grpo", run, written) == (run, [])
-    said = "rewards_of_mine.py was edited"
-    assert choose_folder(Config(), "grpo", run, edited) == (run, [f"the run is continued with changes: {said}"])
+    prepare_folder(run, Config(), digest_of)
+    assert choose_folder(Config(), "grpo", run, digest_of) == (run, [])
+    change = "rewards_of_mine.py was edited"
+    assert choose_folder(Config(), "grpo", run, edited) == (run, [f"the run is continued with changes: {change}"])
     (run / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=change):
         choose_folder(Config(), "grpo", run, edited)
     choose_folder(Config(force_continue=True), "grpo", run, edited)
 
@@ -311,8 +311,8 @@ def test_a_new_folder_says_which_run_is_there_and_how_to_extend_it(
     prepare_folder(first, Config())
     (first / "checkpoints" / "step-000002").mkdir(parents=True)
     (first / "summary.json").write_text(json.dumps({"steps": 2}))
-    again, (note,) = choose_folder(Config(), "grpo", None)
-    assert again != first
+    next_folder, (note,) = choose_folder(Config(), "grpo", None)
+    assert next_folder != first
     assert f"{first} is finished, with the same settings; to extend that one instead: --out {first} --steps N" in note
     _, (note,) = choose_folder(Config(steps=9), "grpo", None)
     assert "--steps was 2, is 9" in note
@@ -395,5 +395,5 @@ def test_a_resumed_run_needs_space_only_for_checkpoints_that_it_lacks(
 
 
 def test_the_versions_name_packages_python_and_commit() -> None:
-    found = versions()
-    assert {"python", "git", "torch", "torchtitan"} <= set(found)
+    version_of = versions()
+    assert {"python", "git", "torch", "torchtitan"} <= set(version_of)

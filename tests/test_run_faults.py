@@ -44,7 +44,7 @@ def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: in
     command.wait_for(f"step +{saved + 2}/")
     while not (out / "checkpoints" / f"step-{saved:06d}").exists():  # it is written while steps go on
         time.sleep(0.1)
-    lost = tasks_by_step(out)
+    lost_tasks = tasks_by_step(out)
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 failed.*SIGKILL")
     command.wait_for("trainer/0 has recovered")
@@ -54,7 +54,7 @@ def kill_the_trainer_past_a_checkpoint(command: Command, out: Path, *, every: in
     command.wait_for(f"the run continues from step(.|\n)*step +{back + 3}/", whole=True)
     redone = tasks_by_step(out)
     for step in range(1, saved + 2):
-        assert redone[step] == lost[step], "steps that were lost are done again on the same tasks"
+        assert redone[step] == lost_tasks[step], "steps that were lost are done again on the same tasks"
 
 
 def check_what_it_trained_on(out: Path) -> int:
@@ -143,10 +143,10 @@ def test_a_run_lends_devices_to_a_guest_and_survives_either_death(
     command = tiny_run(commands, run_model, out, *FOR_EVER, *arguments, "--weights.shm", str(shm))
 
     def wait_until_it_lends() -> None:
-        seen = len(metrics(out))
+        row_count = len(metrics(out))
 
         def lends() -> bool:
-            return any(row.get("transition/wake_s") and row["busy/generator/0"] for row in metrics(out)[seen:])
+            return any(row.get("transition/wake_s") and row["busy/generator/0"] for row in metrics(out)[row_count:])
 
         wait_until(lends, command)
 

@@ -58,17 +58,17 @@ def quiet() -> Display:
 
 
 def test_a_failing_sink_is_reported_once_and_retried(tmp_path: Path) -> None:
-    bad, good, events = Recorder("log", "event"), Recorder(), EventSink(tmp_path / "events.jsonl")
-    log = RunLog(quiet(), bad, good, events)
+    failing_sink, sound_sink, events = Recorder("log", "event"), Recorder(), EventSink(tmp_path / "events.jsonl")
+    log = RunLog(quiet(), failing_sink, sound_sink, events)
     log.start(info(tmp_path))
     for step in range(1, 4):
         log.log(step, {"loss": 1.0})
     log.event("hello")
-    bad.failing = ()
+    failing_sink.failing = ()
     log.log(4, {"loss": 1.0})
     log.close()
-    assert [call for call in good.calls if call != "event"] == ["start", *["log"] * 4, "close"]
-    assert [call for call in bad.calls if call != "event"] == ["start", *["log"] * 4, "close"]
+    assert [call for call in sound_sink.calls if call != "event"] == ["start", *["log"] * 4, "close"]
+    assert [call for call in failing_sink.calls if call != "event"] == ["start", *["log"] * 4, "close"]
     assert [row["text"] for row in rows(tmp_path / "events.jsonl")] == [
         "Recorder.log fails, and the run goes on without it: log failed in ('log', 'event')",
         "Recorder.event fails, and the run goes on without it: event failed in ('log', 'event')",
@@ -97,10 +97,10 @@ def test_the_run_log_gives_a_resumed_display_its_past(tmp_path: Path) -> None:
     first.log(1, {"reward/mean": 0.25}, batch(1, 1))
     first.log(2, {"reward/mean": 0.75}, batch(1, 1))
     first.close()
-    again = log()
-    again.start(info(tmp_path, step=1))
-    again.log(2, {"reward/mean": 0.5}, batch(1, 1))
-    again.close()
+    resumed_log = log()
+    resumed_log.start(info(tmp_path, step=1))
+    resumed_log.log(2, {"reward/mean": 0.5}, batch(1, 1))
+    resumed_log.close()
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 2]
     with console.capture() as drawn:
@@ -114,12 +114,12 @@ def test_a_fault_and_its_recovery_are_two_events(tmp_path: Path) -> None:
     log = RunLog(quiet(), EventSink(tmp_path / "events.jsonl"))
     log.start(info(tmp_path))
     fault = Fault(service="generator", replica=1, cause="its process was ended by SIGTERM", phase="rollout", at_s=65)
-    for seen in (
+    for fault_seen in (
         fault,
         replace(fault, recovered_s=12.34),
         replace(fault, service="trainer", replica=None, phase="", fatal=True),
     ):
-        log.event(*event_of(seen))
+        log.event(*event_of(fault_seen))
     log.close()
     assert [(row["level"], row["text"]) for row in rows(tmp_path / "events.jsonl")] == [
         ("fault", "generator/1 failed in phase rollout: its process was ended by SIGTERM"),

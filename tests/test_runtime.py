@@ -73,9 +73,9 @@ async def test_calls_are_answered(tmp_path: Path):
 async def test_errors_cross_with_what_they_carry(tmp_path: Path):
     async with fake_service(tmp_path) as (service, faults):
         (replica,) = service.replicas
-        sent = DeadlineError("late", service="sandbox", replica=4, call="run", hint="wait")
-        sent.phase = "rollout"
-        for error in (ConfigError("3 is too few", hint="set --n to 4"), sent):
+        sent_error = DeadlineError("late", service="sandbox", replica=4, call="run", hint="wait")
+        sent_error.phase = "rollout"
+        for error in (ConfigError("3 is too few", hint="set --n to 4"), sent_error):
             with pytest.raises(ForgeError) as caught:
                 await replica.call("fail", error, deadline_s=LONG_S)
             assert type(caught.value) is type(error)
@@ -176,9 +176,9 @@ async def test_ranks_are_called_side_by_side_and_the_first_failure_ends_the_wait
         (replica,) = service.replicas
         assert await pid_of(service, rank=0) != await pid_of(service, rank=1)
         assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
-        for bad in (0, 1):
-            with pytest.raises(ServiceError, match=f"ValueError: rank {bad} says no"):
-                await replica.call_ranks("rank_of", lambda rank, bad=bad: (rank, bad), deadline_s=LONG_S)
+        for failing_rank in (0, 1):
+            with pytest.raises(ServiceError, match=f"ValueError: rank {failing_rank} says no"):
+                await replica.call_ranks("rank_of", lambda rank, bad=failing_rank: (rank, bad), deadline_s=LONG_S)
         assert replica.in_flight == 0
 
         # One rank's death is the replica's.
@@ -232,22 +232,22 @@ async def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(name, SECRET)
 
     async def main() -> None:
-        async with cluster(tmp_path) as (made, faults):
-            service = Service(new_service_name(), made, faults)
+        async with cluster(tmp_path) as (meshes, faults):
+            service = Service(new_service_name(), meshes, faults)
             for value in ("a", None):
                 env = {"FORGE_RL_FAKE": value} if value else None
                 # Other machines may reach what listens here later, such as a gateway when an engine starts again.
                 with contextlib.nullcontext() if value else socket.create_server(("0.0.0.0", 0)):
                     await service.watch(service.spawn(FakeActor, env=env, secrets=not value), deadline_s=LONG_S)
-            for replica, told in zip(service.replicas, (None, SECRET), strict=True):
+            for replica, secret in zip(service.replicas, (None, SECRET), strict=True):
                 for name in kept_back:
-                    assert await replica.call("environment", name, deadline_s=LONG_S) == told
-                shown = Path(f"/proc/{await replica.call('process_id', deadline_s=LONG_S)}/environ")
+                    assert await replica.call("environment", name, deadline_s=LONG_S) == secret
+                environ_path = Path(f"/proc/{await replica.call('process_id', deadline_s=LONG_S)}/environ")
                 with contextlib.suppress(PermissionError):  # only root may read that of one that has secrets
-                    assert SECRET.encode() not in await asyncio.to_thread(shown.read_bytes)
-                    assert not told or os.geteuid() == 0
-            found = [await r.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
-            assert found == ["a", None]
+                    assert SECRET.encode() not in await asyncio.to_thread(environ_path.read_bytes)
+                    assert not secret or os.geteuid() == 0
+            variables = [await r.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S) for r in service.replicas]
+            assert variables == ["a", None]
             assert "FORGE_RL_FAKE" not in os.environ
             # Where nobody else puts anything: code that is loaded, sockets, what one service's processes open.
             ask = partial(service.replicas[0].call, "environment", deadline_s=LONG_S)
@@ -264,29 +264,29 @@ async def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: py
 
 
 async def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
-    now = 0.0
-    async with cluster(tmp_path, lambda: now) as (made, faults):
-        service = Service(new_service_name(), made, faults)
+    clock_s = 0.0
+    async with cluster(tmp_path, lambda: clock_s) as (meshes, faults):
+        service = Service(new_service_name(), meshes, faults)
         replica = service.spawn(FakeActor)
         await service.watch(replica, deadline_s=LONG_S)
         assert service.drain_busy_s() == [0]
-        now += 5
+        clock_s += 5
         hanging = await in_flight(service, "hang")
-        now += 2
+        clock_s += 2
         assert service.drain_busy_s() == [2]
-        now += 4
+        clock_s += 4
         await replica.call("release", deadline_s=LONG_S)
         await hanging
-        now += 8
+        clock_s += 8
         assert service.drain_busy_s() == [4]
         faults.closing = True
         await service.stop()
 
 
 async def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
-    async with cluster_of(tmp_path, "a", "b") as (made, faults):
-        assert made.hosts == (THIS_HOST, "a", "b")
-        service = Service(new_service_name(), made, faults)
+    async with cluster_of(tmp_path, "a", "b") as (meshes, faults):
+        assert meshes.hosts == (THIS_HOST, "a", "b")
+        service = Service(new_service_name(), meshes, faults)
         with pytest.raises(ConfigError, match="there is no host 'c'") as unknown:
             service.spawn(FakeActor, host="c")
         assert "local, a, b" in unknown.value.hint
@@ -308,7 +308,7 @@ async def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
         assert set(parents[4:6]) == {os.getpid()}
 
         # One replica may be on several hosts.
-        wide = Service(new_service_name(), made, faults, recoverable=True)
+        wide = Service(new_service_name(), meshes, faults, recoverable=True)
         replica = wide.spawn(FakeActor, "wide", ranks={"b": 1, "a": 2})
         await wide.watch(replica, deadline_s=LONG_S)
         assert (replica.hosts, replica.host) == (("b", "a", "a"), "b")
@@ -330,11 +330,11 @@ async def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
         assert not any(map(lives, wide_pids))
 
         # Nor does anything live on a host that the job says is gone.
-        other = Service(new_service_name(), made, faults, recoverable=True)
+        other = Service(new_service_name(), meshes, faults, recoverable=True)
         replica = other.spawn(FakeActor, host="a")
         await other.watch(replica, deadline_s=LONG_S)
-        made.lose("a", "the scheduler took it back")
-        assert "a" not in made.hosts
+        meshes.lose("a", "the scheduler took it back")
+        assert "a" not in meshes.hosts
         assert replica.death.result() == "host a is gone: the scheduler took it back"
         with pytest.raises(ConfigError, match="the scheduler took it back"):
             other.spawn(FakeActor, host="a", index=0)

@@ -55,8 +55,8 @@ def test_the_learning_rate_falls_with_the_models_size_unless_named(
     assert line in "".join(lines)
     if critic is not None:
         assert critic.optimizer.lr == pytest.approx(3.9e-6 if size == "8B" else 3e-5), "of full training"
-    again, _, _ = with_scaled(replace(config, seed=3), None, architecture=model(size))
-    assert again.trainer.optimizer.lr == pytest.approx(lr), "a changed copy knows what was named"
+    second_config, _, _ = with_scaled(replace(config, seed=3), None, architecture=model(size))
+    assert second_config.trainer.optimizer.lr == pytest.approx(lr), "a changed copy knows what was named"
 
 
 def test_a_resumed_run_keeps_what_it_began_with_on_any_machine() -> None:
@@ -103,10 +103,10 @@ def memory_of(state: int, per_token: int) -> Any:
 
     def memory(settings: TrainSettings) -> TrainMemory:
         parts = dict.fromkeys(TrainMemory.__dataclass_fields__, 0)
-        kept = per_token // (1 if settings.activation_checkpointing == "none" else 8)
+        bytes_per_token = per_token // (1 if settings.activation_checkpointing == "none" else 8)
         moments = round(state * moments_bytes(settings.optimizer_state) / 16)
         return TrainMemory(
-            **parts | {"weights": state // 2, "optimizer": moments, "activations": kept * settings.seq_len}
+            **parts | {"weights": state // 2, "optimizer": moments, "activations": bytes_per_token * settings.seq_len}
         )
 
     return memory
@@ -119,12 +119,15 @@ def test_a_trainer_that_does_not_fit_on_this_machine_recomputes(gib: int, recomp
     config = parse(grpo.Config, "grpo", [])
     memory = memory_of(24 << 30, 16 << 20)
     settings = {"architecture": SimpleNamespace(weights=1 << 30), "host": gib << 30, "memory": memory}
-    chosen, lines = with_recomputation(config, open_flags(config), **settings)
-    assert (chosen.trainer.activation_checkpointing, chosen.trainer.optimizer_state) == (recompute, moments)
+    scaled_config, lines = with_recomputation(config, open_flags(config), **settings)
+    assert (scaled_config.trainer.activation_checkpointing, scaled_config.trainer.optimizer_state) == (
+        recompute,
+        moments,
+    )
     assert bool(lines) == (recompute == "full")
     named = parse(grpo.Config, "grpo", ["--trainer.activation-checkpointing", "none"])
-    chosen, lines = with_recomputation(named, open_flags(named), **settings)
-    assert (chosen.trainer.activation_checkpointing, lines) == ("none", []), "named"
+    scaled_config, lines = with_recomputation(named, open_flags(named), **settings)
+    assert (scaled_config.trainer.activation_checkpointing, lines) == ("none", []), "named"
 
 
 @pytest.mark.parametrize(
@@ -144,8 +147,10 @@ def test_on_a_gpu_the_context_is_a_row_that_fits_and_half_of_it_new(
     for module in (trainer_config, generator_config):
         monkeypatch.setattr(module, "device_type", lambda: "cuda")
     config: RunConfig = parse(grpo.Config, "grpo", [*words])
-    chosen, lines = with_context(config, open_flags(config), 8192, gpu=gib << 30, memory=memory_of(16 << 30, 8 << 20))
-    assert (chosen.generator.max_model_len, chosen.generator.max_tokens) == expected
+    scaled_config, lines = with_context(
+        config, open_flags(config), 8192, gpu=gib << 30, memory=memory_of(16 << 30, 8 << 20)
+    )
+    assert (scaled_config.generator.max_model_len, scaled_config.generator.max_tokens) == expected
     assert len(lines) == sum(new != old for new, old in zip(expected, (1024, 16), strict=True))
 
 

@@ -28,9 +28,9 @@ class Drawn:
         self._turn = 0
 
     def source_order(self, groups: int) -> list[str]:
-        found = ["aab"[(self._turn + place) % 3] for place in range(groups)]
+        names = ["aab"[(self._turn + place) % 3] for place in range(groups)]
         self._turn += groups
-        return found
+        return names
 
     def draw_from(self, source: str) -> Task:
         self.drawn[source] += 1
@@ -109,8 +109,8 @@ def test_work_ahead_begins_while_a_batch_waits_but_no_further_than_the_lag():
     scheduler = schedule(max_lag=2)
     started = begin(scheduler)
     assert Counter(episode.group.batch for episode in started) == {0: 6, 1: 6, 2: 6}
-    straggler, *others = started
-    for episode in others:
+    straggler, *later_episodes = started
+    for episode in later_episodes:
         end(scheduler, episode)
     assert scheduler.planner.pop_batch() is None  # the later batches are complete, and wait
     assert begin(scheduler) == []
@@ -139,14 +139,14 @@ def test_two_publishes_a_batch_keep_the_lag_and_planned_work_bounded():
     for batch in range(8):
         scheduler.planner.set_versions(2 * batch, 2 * batch)
         scheduler.planner.await_batch()
-        while (taken := scheduler.planner.pop_batch()) is None:
+        while (groups := scheduler.planner.pop_batch()) is None:
             episodes = begin(scheduler)
-            started |= {each.group: min(started.get(each.group, 2 * batch), 2 * batch) for each in episodes}
+            started |= {episode.group: min(started.get(episode.group, 2 * batch), 2 * batch) for episode in episodes}
             for group in scheduler.planner.incomplete_groups():
                 for episode in group.episodes:
                     if episode.state == "decoding":
                         end(scheduler, episode)
-        assert all(2 * batch - started[group] <= 1 for group in taken)
+        assert all(2 * batch - started[group] <= 1 for group in groups)
         assert len(list(scheduler.planner.groups())) <= 3
     # What was begun ahead before the pace was known is dropped; from then on nothing is begun that would be too old.
     assert scheduler.planner.replaced == {"aged": 3}
@@ -226,16 +226,16 @@ def test_surplus_groups_are_carried_on_and_the_mixture_stays_exact():
     for episode in episodes + begin(scheduler):
         if episode.state == "decoding" and episode.group.batch == 1:
             end(scheduler, episode)
-    taken = scheduler.planner.pop_batch() or []
-    assert Counter(group.task.source for group in taken) == {"a": 2, "b": 1}
-    assert set(carried) & set(taken)
+    groups = scheduler.planner.pop_batch() or []
+    assert Counter(group.task.source for group in groups) == {"a": 2, "b": 1}
+    assert set(carried) & set(groups)
     assert scheduler.planner.replaced == {}
 
 
 def simulated(batches: int, **policy: object) -> tuple[list[int], float]:
     """How many stragglers each batch went ahead of, and the seconds of all, where every eighth group takes 8 s and the
     others 1 s, on as many slots as a batch has groups."""
-    now, ends = 0.0, list[tuple[float, int, InflightEpisode]]()
+    clock_s, ends = 0.0, list[tuple[float, int, InflightEpisode]]()
     scheduler = schedule(groups=6, episodes=1, **policy)
     scheduler.capacity.set_engines({0: 6})
     overtaken = list[int]()
@@ -246,14 +246,16 @@ def simulated(batches: int, **policy: object) -> tuple[list[int], float]:
             for episode in scheduler.pop_starts():
                 scheduler.request_decode(episode)
             for episode in scheduler.pop_grants():
-                heapq.heappush(ends, (now + (8 if episode.group.order % 8 == 0 else 1), episode.group.order, episode))
+                heapq.heappush(
+                    ends, (clock_s + (8 if episode.group.order % 8 == 0 else 1), episode.group.order, episode)
+                )
             before = scheduler.planner.overtaken
             if scheduler.planner.pop_batch() is not None:
                 overtaken.append(scheduler.planner.overtaken - before)
                 break
-            now, _, episode = heapq.heappop(ends)
+            clock_s, _, episode = heapq.heappop(ends)
             end(scheduler, episode)
-    return overtaken, now
+    return overtaken, clock_s
 
 
 def test_over_sampling_overtakes_stragglers_in_most_batches():
@@ -335,17 +337,17 @@ def test_a_pause_holds_back_all_but_evaluations():
 
 
 def test_busy_time_counts_requests_against_budgets_and_leaves_out_pauses():
-    now = [0.0]
-    scheduler = Scheduler(ScheduleConfig(max_lag=0), groups=1, episodes=2, tasks=Drawn(), clock=lambda: now[0])
+    clock_s = [0.0]
+    scheduler = Scheduler(ScheduleConfig(max_lag=0), groups=1, episodes=2, tasks=Drawn(), clock=lambda: clock_s[0])
     scheduler.capacity.set_engines({0: 4})
     first, _ = begin(scheduler)
-    now[0] = 10.0
+    clock_s[0] = 10.0
     scheduler.finish_turn(first)
-    now[0] = 15.0
+    clock_s[0] = 15.0
     scheduler.capacity.set_paused(True)
-    now[0] = 100.0
+    clock_s[0] = 100.0
     scheduler.capacity.set_paused(False)
-    now[0] = 105.0
+    clock_s[0] = 105.0
     assert scheduler.capacity.pop_busy() == (2 * 10 + 1 * 5 + 1 * 5, 4 * 20)
 
 
@@ -354,11 +356,13 @@ def test_a_lower_lag_bound_drops_and_replaces_late_work_at_once():
     started = begin(scheduler)
     assert Counter(episode.group.batch for episode in started) == {0: 6, 1: 6, 2: 6}
     scheduler.reconfigure(ScheduleConfig(max_lag=0))
-    gone = scheduler.pop_cancelled()
-    assert {episode.group.batch for episode in gone} == {1, 2}, "they would be one and two versions too old"
+    cancelled_episodes = scheduler.pop_cancelled()
+    assert {episode.group.batch for episode in cancelled_episodes} == {1, 2}, (
+        "they would be one and two versions too old"
+    )
     assert scheduler.planner.replaced == {"aged": 6}
     assert begin(scheduler) == [], "no work ahead"
-    for episode in [episode for episode in started if episode not in gone]:
+    for episode in [episode for episode in started if episode not in cancelled_episodes]:
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a1", "a2", "b1"]
     scheduler.planner.set_versions(1, 1)

@@ -12,14 +12,14 @@ from tests.test_scheduler import evaluate, result, schedule
 
 def history(seed: int, *, at_once: bool) -> list[object]:
     """Let random episodes of a batch decode and end; returns which engine each turn got, and the batches."""
-    drawn, found = random.Random(seed), list[object]()
+    drawn, events = random.Random(seed), list[object]()
     scheduler = schedule(max_lag=2)
     scheduler.capacity.set_engines({0: 3, 1: 2})
     asking, decoding = scheduler.pop_starts(), list[InflightEpisode]()
 
     def note(episode: InflightEpisode) -> None:
         decoding.append(episode)
-        found.append((episode.group.task.id, episode.index, episode.engine, episode.ticket))
+        events.append((episode.group.task.id, episode.index, episode.engine, episode.ticket))
 
     for _ in range(200):
         scheduler.capacity.set_paused(drawn.random() < 0.1)
@@ -39,25 +39,30 @@ def history(seed: int, *, at_once: bool) -> list[object]:
         for episode in scheduler.pop_grants():
             note(episode)
         if (batch := scheduler.planner.pop_batch()) is not None:
-            found.append([group.task.id for group in batch])
+            events.append([group.task.id for group in batch])
             version = scheduler.planner.published + 1
             scheduler.planner.set_versions(version, version)
         asking += scheduler.pop_starts()
-    return found
+    return events
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_turns_that_decode_at_once_get_the_engines_that_the_queue_gives(seed: int) -> None:
-    found = history(seed, at_once=True)
-    assert len(found) > 50
-    assert found == history(seed, at_once=False)
+    events = history(seed, at_once=True)
+    assert len(events) > 50
+    assert events == history(seed, at_once=False)
 
 
 def test_a_turn_decodes_at_once_while_an_engine_is_free_and_nobody_waits() -> None:
     scheduler = schedule(max_lag=0)
     scheduler.capacity.set_engines({0: 2, 1: 1})
     first, second, third, fourth, *_ = scheduler.pop_starts()
-    assert [scheduler.decode_at_once(each) for each in (first, second, third, fourth)] == [True, True, True, False]
+    assert [scheduler.decode_at_once(episode) for episode in (first, second, third, fourth)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert (first.state, first.engine, first.group.home, first.ticket) == ("decoding", 0, 0, 1)
     assert sorted((first.engine, second.engine, third.engine)) == [0, 0, 1]
     assert (fourth.state, fourth.ticket) == ("in_env", 0), "it is as before"

@@ -71,8 +71,8 @@ def test_lag_mixture_and_budgets_hold_in_any_order_of_events(
     def end_one() -> None:
         episode = in_flight.pop(rng.randrange(len(in_flight)))
         outcome = Outcome.COMPLETED if rng.random() < 0.9 else Outcome.INFRASTRUCTURE_ERROR
-        scheduler.finish_turn(episode, interrupted=(again := rng.random() < 0.3) and rng.random() < 0.1)
-        if again:
+        scheduler.finish_turn(episode, interrupted=(is_interrupted := rng.random() < 0.3) and rng.random() < 0.1)
+        if is_interrupted:
             scheduler.request_decode(episode)
         elif episode.group.batch != EVALUATION:
             scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
@@ -105,17 +105,19 @@ def test_lag_mixture_and_budgets_hold_in_any_order_of_events(
             assert in_flight, "an evaluation that is awaited goes on, also while batches are paused"
             end_one()
             continue
-        taken = scheduler.planner.pop_batch() if waits else None
-        if taken is not None:
-            assert len(taken) == groups
+        batch_groups = scheduler.planner.pop_batch() if waits else None
+        if batch_groups is not None:
+            assert len(batch_groups) == groups
             if kind != "asynchronous":
-                assert Counter(g.task.source for g in taken) == Counter(expected.source_order(groups))
-            for group in taken:
+                assert Counter(g.task.source for g in batch_groups) == Counter(expected.source_order(groups))
+            for group in batch_groups:
                 assert len(group.results) == 2
-                assert all(each.outcome.scored for each in group.results), "failures enter no group, nor its baseline"
+                assert all(result.outcome.scored for result in group.results), (
+                    "failures enter no group, nor its baseline"
+                )
                 assert group.task.source != "held"
                 assert all(published - begun[episode] <= policy.lag for episode in group.episodes)
-            delivered += taken
+            delivered += batch_groups
             trained += 1
             to_publish, waits = rng.choice(publishes), False
             scheduler.capacity.set_paused(not policy.decodes_while_training)

@@ -17,9 +17,9 @@ def test_a_uniform_group_is_replaced_within_its_source_and_place():
     for episode in episodes:
         end(scheduler, episode, 1.0 if episode.group.task.id == "a2" else None)
     assert scheduler.planner.pop_batch() is None
-    again = begin(scheduler)
-    assert [episode.place[:3] for episode in again] == [(0, 1, 1), (0, 1, 1)]
-    for episode in again:
+    retries = begin(scheduler)
+    assert [episode.place[:3] for episode in retries] == [(0, 1, 1), (0, 1, 1)]
+    for episode in retries:
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a1", "a5", "b1"]
     assert scheduler.planner.replaced == {"uniform": 1}
@@ -29,11 +29,11 @@ def test_a_uniform_group_is_replaced_within_its_source_and_place():
 def test_a_failed_episode_is_retried_then_its_group_is_replaced(failed: Outcome):
     scheduler = schedule(max_lag=0, retries=1)
     episodes = begin(scheduler)
-    bad = episodes[0]
-    end(scheduler, bad, outcome=failed)
-    assert begin(scheduler) == [bad]
-    assert bad.place == (0, 0, 0, 0, 1)
-    end(scheduler, bad, outcome=failed)
+    failing_episode = episodes[0]
+    end(scheduler, failing_episode, outcome=failed)
+    assert begin(scheduler) == [failing_episode]
+    assert failing_episode.place == (0, 0, 0, 0, 1)
+    end(scheduler, failing_episode, outcome=failed)
     assert scheduler.pop_cancelled() == [episodes[1]]
     assert scheduler.states["decoding"] == 4
     for episode in episodes[2:] + begin(scheduler):
@@ -45,9 +45,9 @@ def test_a_failed_episode_is_retried_then_its_group_is_replaced(failed: Outcome)
 def test_a_run_stops_once_if_infrastructure_fails_too_often():
     def attempts(failed: list[bool], **policy: object) -> None:
         scheduler, running = schedule(groups=1, episodes=128, max_lag=0, retries=999, **policy), []
-        for each in failed:
+        for is_failed in failed:
             running += begin(scheduler)
-            end(scheduler, running.pop(), outcome=Outcome.INFRASTRUCTURE_ERROR if each else Outcome.COMPLETED)
+            end(scheduler, running.pop(), outcome=Outcome.INFRASTRUCTURE_ERROR if is_failed else Outcome.COMPLETED)
 
     attempts([True] * 255)
     attempts([False] * 100 + [True] * 200, max_infrastructure_failures=1)
@@ -120,10 +120,10 @@ def test_a_uniform_batch_is_delivered_where_groups_are_not_replaced():
 
 def test_a_task_that_is_too_long_is_replaced_at_once_and_counted():
     scheduler = schedule(max_lag=0)
-    first, *others = begin(scheduler)
+    first, *later_episodes = begin(scheduler)
     scheduler.finish_turn(first)
     scheduler.skip(first, ContextError("task a1 is too long"))
-    for episode in others[1:] + begin(scheduler):
+    for episode in later_episodes[1:] + begin(scheduler):
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
     assert scheduler.planner.replaced == {"too_long": 1}

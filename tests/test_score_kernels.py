@@ -34,8 +34,8 @@ def check(dtype: torch.dtype, targets_each: int, *, entropy_gradient: bool) -> N
     assert exact.grad is not None
     scores, distributions = score_logits(logits, targets, scoring, 16)
     assert distributions.log_total is not None, "the kernels ran"
-    for value, wanted in zip(scores[:3], expected[:3], strict=True):
-        torch.testing.assert_close(value, wanted.float(), rtol=1e-5, atol=2e-5)
+    for value, expected_value in zip(scores[:3], expected[:3], strict=True):
+        torch.testing.assert_close(value, expected_value.float(), rtol=1e-5, atol=2e-5)
     for out in (torch.empty_like(logits, dtype=torch.float32), torch.empty_like(logits, dtype=torch.bfloat16), logits):
         logits_gradient(logits, targets, distributions, grads, scoring, chunk_tokens=16, out=out)
         tolerance = 2e-5 if out.dtype == torch.float32 else 5e-3
@@ -57,10 +57,10 @@ def check_chunks() -> None:
     scores.logprobs.backward(grads)
     expected.logprobs.backward(grads.double())
     values = [scores.logprobs, scores.entropy, *(x.grad for x in inputs)]
-    for value, wanted in zip(values, [*expected[:2], *(x.grad for x in exact_inputs)], strict=True):
+    for value, expected_value in zip(values, [*expected[:2], *(x.grad for x in exact_inputs)], strict=True):
         assert value is not None
-        assert wanted is not None
-        torch.testing.assert_close(value.double(), wanted, rtol=1e-4, atol=1e-4)
+        assert expected_value is not None
+        torch.testing.assert_close(value.double(), expected_value, rtol=1e-4, atol=1e-4)
 
 
 def check_bad_logits() -> None:

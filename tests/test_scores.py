@@ -111,8 +111,8 @@ def test_a_score_that_does_not_fit_its_episode_is_named(score: Score, message: s
 
 def test_a_sum_weighs_totals_turns_and_tokens_and_keeps_the_parts():
     nan = math.nan
-    both = WeightedSum({"right": (of_text, 1.0), "brief": (of_episode, 0.5)})
-    score = both.combine(
+    reward = WeightedSum({"right": (of_text, 1.0), "brief": (of_episode, 0.5)})
+    score = reward.combine(
         {
             "right": Score(total=1, parts={"exact": 1.0}, turns=(1, 0), tokens=([nan, 1], [nan])),
             "brief": Score(total=-1, turns=(2, 2), tokens=([nan, 2], [4]), answer="5"),
@@ -121,7 +121,7 @@ def test_a_sum_weighs_totals_turns_and_tokens_and_keeps_the_parts():
     assert score.total == 0.5
     assert score.parts == {"right": 1, "right/exact": 1.0, "brief": -1}
     assert score.turns == (2.0, 1.0)
-    np.testing.assert_equal([list(each) for each in score.tokens[:1]], [[nan, 2.0]])
+    np.testing.assert_equal([list(values) for values in score.tokens[:1]], [[nan, 2.0]])
     assert list(score.tokens[1]) == [2.0]
     assert score.answer == "5"
     with pytest.raises(ConfigError, match="no parts"):
@@ -142,8 +142,8 @@ def test_advantages_without_values_are_those_of_the_episodes():
 def test_turn_values_are_centered_over_the_group():
     # totals 0 and 1: -0.5 and 0.5. Values 0, 1, 1, 2: mean 1, so -1 and 0; 0 and 1.
     batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
-    found = batch_advantages(batch, estimator="dr_grpo")
-    assert [each.tolist() for each in found[0]] == [[-1.5, -1.5, -0.5], [0.5, 0.5, 1.5]]
+    advantages = batch_advantages(batch, estimator="dr_grpo")
+    assert [values.tolist() for values in advantages[0]] == [[-1.5, -1.5, -0.5], [0.5, 0.5, 1.5]]
     std = batch_advantages(batch)  # deviations: 0.70711 of the totals, sqrt(2 / 3) of the values
     outcome, process = 0.5 / (0.7071068 + 1e-4), 1 / (0.8164966 + 1e-4)
     np.testing.assert_allclose(std[0][1], [outcome, outcome, outcome + process], rtol=1e-6)
@@ -151,31 +151,31 @@ def test_turn_values_are_centered_over_the_group():
 
 def test_values_of_turns_are_centered_over_the_batch_where_totals_are():
     batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
-    apart = replace(batch, groups=tuple(replace(batch.groups[0], episodes=(each,)) for each in batch.episodes))
-    together = [each.tolist() for each in batch_advantages(batch)[0]]
-    assert [own.tolist() for (own,) in batch_advantages(apart, estimator="reinforce")] == together
+    apart = replace(batch, groups=tuple(replace(batch.groups[0], episodes=(episode,)) for episode in batch.episodes))
+    together = [values.tolist() for values in batch_advantages(batch)[0]]
+    assert [values.tolist() for (values,) in batch_advantages(apart, estimator="reinforce")] == together
 
 
 def test_values_of_tokens_reach_these_alone():
     nan = math.nan
     batch = batch_of(Score(total=0, tokens=([nan, 1], [nan])), Score(total=0, tokens=([nan, 3], [nan])))
-    found = batch_advantages(batch, estimator="dr_grpo")
-    assert [each.tolist() for each in found[0]] == [[0, -1, 0], [0, 1, 0]]
-    same = batch_of(Score(total=0, turns=(0.1, 0.1)), Score(total=0, turns=(0.1, 0.1)))
-    assert [each.tolist() for each in batch_advantages(same)[0]] == [[0, 0, 0], [0, 0, 0]]
+    advantages = batch_advantages(batch, estimator="dr_grpo")
+    assert [values.tolist() for values in advantages[0]] == [[0, -1, 0], [0, 1, 0]]
+    equal_batch = batch_of(Score(total=0, turns=(0.1, 0.1)), Score(total=0, turns=(0.1, 0.1)))
+    assert [values.tolist() for values in batch_advantages(equal_batch)[0]] == [[0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_packed_rows_hold_each_tokens_own_advantage(share_prefixes: bool):
     batch = batch_of(Score(total=0, tokens=([0, 1], [2])), Score(total=0, tokens=([3, 4], [5])))
     packed = pack(batch, batch_advantages(batch, estimator="dr_grpo"), Layout(share_prefixes=share_prefixes))
-    found = [
-        (int(row.episodes[at]), int(row.targets[at]), float(row.advantages[at]))
+    triples = [
+        (int(row.episodes[position]), int(row.targets[position]), float(row.advantages[position]))
         for row in packed.rows
-        for at in row.mask.nonzero().flatten().tolist()
+        for position in row.mask.nonzero().flatten().tolist()
     ]
     # values 0 to 5, whose mean is 2.5
-    assert sorted(found) == [(0, 10, -2.5), (0, 11, -1.5), (0, 20, -0.5), (1, 11, 0.5), (1, 11, 1.5), (1, 21, 2.5)]
+    assert sorted(triples) == [(0, 10, -2.5), (0, 11, -1.5), (0, 20, -0.5), (1, 11, 0.5), (1, 11, 1.5), (1, 21, 2.5)]
 
 
 def test_advantages_of_other_lengths_than_their_episodes_are_refused():
@@ -188,16 +188,19 @@ def test_advantages_of_other_lengths_than_their_episodes_are_refused():
 
 def test_an_episode_of_many_turns_is_sent_in_the_size_of_its_last_context():
     answers = [[turn] * 100 for turn in range(2, 42)]
-    whole = with_score(episode_of(*answers), Score(total=1.0, turns=[1.0] * 40, tokens=[[0.5] * 100] * 40))
-    sent = pickle.dumps(whole)
-    found = pickle.loads(sent)
-    assert found == whole
-    assert [turn.prompt_ids.tolist() for turn in found.turns] == [turn.prompt_ids.tolist() for turn in whole.turns]
+    scored_episode = with_score(episode_of(*answers), Score(total=1.0, turns=[1.0] * 40, tokens=[[0.5] * 100] * 40))
+    pickle_bytes = pickle.dumps(scored_episode)
+    unpickled_episode = pickle.loads(pickle_bytes)
+    assert unpickled_episode == scored_episode
+    assert [turn.prompt_ids.tolist() for turn in unpickled_episode.turns] == [
+        turn.prompt_ids.tolist() for turn in scored_episode.turns
+    ]
     assert all(
-        np.array_equal(a, b, equal_nan=True) for a, b in zip(found.score.tokens, whole.score.tokens, strict=True)
+        np.array_equal(a, b, equal_nan=True)
+        for a, b in zip(unpickled_episode.score.tokens, scored_episode.score.tokens, strict=True)
     )
     assert (
-        len(sent) < 40 * 100 * 4 * 5
+        len(pickle_bytes) < 40 * 100 * 4 * 5
     )  # ids, logprobs, versions and values; the prompts together have 20 times as many
 
 

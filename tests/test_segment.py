@@ -78,9 +78,9 @@ def files_and_mappings(*names: str) -> tuple[int, int]:
 
     gc.collect()
     opened = []
-    for each in os.listdir("/proc/self/fd"):
+    for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
-            opened.append(os.readlink(f"/proc/self/fd/{each}"))
+            opened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     mapped = Path("/proc/self/maps").read_text().splitlines()
     return of_these(opened), of_these(mapped)
 
@@ -154,14 +154,14 @@ def test_what_is_mapped_for_reading_cannot_be_written(tmp_path: Path):
 
 def test_a_reader_sees_later_writes_through_the_same_mapping(tmp_path: Path):
     ref = filled(tmp_path / "s")
-    seen = readable(ref)
+    values = readable(ref)
     writable(ref).fill_(9)
-    assert (seen == 9).all()
+    assert (values == 9).all()
 
 
 def test_a_segment_that_is_gone_is_told(tmp_path: Path):
     ref = filled(tmp_path / "s")
-    held = readable(ref)
+    mapped_values = readable(ref)
     Path(ref.path).unlink()
     for use in (readable, writable, check):
         with pytest.raises(
@@ -169,22 +169,22 @@ def test_a_segment_that_is_gone_is_told(tmp_path: Path):
         ) as caught:
             use(ref)
         assert "publish the version again" in caught.value.hint
-    assert torch.equal(held, pattern()), "what was mapped stays readable"
+    assert torch.equal(mapped_values, pattern()), "what was mapped stays readable"
 
 
 def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other_process: ProcessPoolExecutor):
     ref = filled(tmp_path / "s")
     assert other_process.submit(sum_of, ref).result()[1]
-    again = renew(ref)
-    assert (again.path, again.bytes) == (ref.path, ref.bytes)
-    assert again.token != ref.token
+    renewed_ref = renew(ref)
+    assert (renewed_ref.path, renewed_ref.bytes) == (ref.path, ref.bytes)
+    assert renewed_ref.token != ref.token
     for use in (readable, writable, check):
         with pytest.raises(WeightsError, match="was freed and holds another version by now"):
             use(ref)
     # The other process has it mapped already, and notices all the same.
     with pytest.raises(WeightsError, match="was freed and holds another version by now"):
         other_process.submit(sum_of, ref).result()
-    assert other_process.submit(sum_of, again).result()[1] == int(pattern().sum())
+    assert other_process.submit(sum_of, renewed_ref).result()[1] == int(pattern().sum())
 
 
 def test_a_bucket_that_is_freed_while_it_is_read_is_refused(tmp_path: Path):
@@ -276,7 +276,7 @@ def test_a_segment_is_mapped_once_however_often_it_is_read_and_renewed(tmp_path:
 
 def test_another_file_of_the_same_name_is_mapped_anew(tmp_path: Path):
     old = filled(tmp_path / "s")
-    held = readable(old)
+    mapped_values = readable(old)
     before = files_and_mappings(old.path)
     keep = os.open(old.path, os.O_RDONLY)  # so that the new file does not get the old one's inode
     Path(old.path).unlink()
@@ -284,8 +284,8 @@ def test_another_file_of_the_same_name_is_mapped_anew(tmp_path: Path):
     assert not readable(new).any()
     with pytest.raises(WeightsError, match="holds another version by now"):
         readable(old)
-    assert torch.equal(held, pattern())
-    del held
+    assert torch.equal(mapped_values, pattern())
+    del mapped_values
     os.close(keep)
     writable(new)
     assert files_and_mappings(old.path) == before
@@ -296,12 +296,12 @@ def test_mappings_of_removed_segments_go_when_the_next_one_is_mapped(tmp_path: P
     refs = [filled(tmp_path / f"s{i}") for i in range(3)]
     with_three, mapped = files_and_mappings(str(tmp_path))
     assert mapped == 3
-    each = (with_three - before) // 3
+    file_count = (with_three - before) // 3
     for ref in refs:
         Path(ref.path).unlink()
-    kept = filled(tmp_path / "s3")
-    assert files_and_mappings(str(tmp_path)) == (before + each, 1)
-    release(kept)
+    segment_ref = filled(tmp_path / "s3")
+    assert files_and_mappings(str(tmp_path)) == (before + file_count, 1)
+    release(segment_ref)
     assert files_and_mappings(str(tmp_path)) == (before, 0)
 
 
@@ -322,7 +322,7 @@ def test_an_anonymous_segment_is_read_elsewhere_while_it_is_open(other_process: 
 
 
 def test_readers_of_anonymous_segments_keep_nothing_of_them(other_process: ProcessPoolExecutor):
-    held = []
+    mapping_counts = []
     number = fcntl.fcntl(0, fcntl.F_DUPFD, 500)
     for with_check in (True, True, True, False, False, False):
         ref, fd = create_anonymous(SIZE)
@@ -332,10 +332,10 @@ def test_readers_of_anonymous_segments_keep_nothing_of_them(other_process: Proce
         ref = replace(ref, path=ref.path.replace(f"/fd/{fd}", f"/fd/{number}"))
         other_process.submit(sum_of if with_check else readable_sum, ref).result()
         os.close(number)
-        held.append(other_process.submit(files_and_mappings, "forge_rl-weights").result())
-    assert held[:3] == [(held[0][0], 0)] * 3
+        mapping_counts.append(other_process.submit(files_and_mappings, "forge_rl-weights").result())
+    assert mapping_counts[:3] == [(mapping_counts[0][0], 0)] * 3
     # One that does not look again keeps the last one only, until the next takes its place.
-    assert held[3:] == [(held[3][0], 1)] * 3
+    assert mapping_counts[3:] == [(mapping_counts[3][0], 1)] * 3
 
 
 def readable_sum(ref: SegmentRef) -> int:

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def run_on_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
     with asyncio.Runner() as runner:
-        given = {"adapters": "served", "max_loras": 3, "max_lora_rank": 8}
-        context = hosted(ServedHost, tmp_path_factory.mktemp("engine"), given)
+        options = {"adapters": "served", "max_loras": 3, "max_lora_rank": 8}
+        context = hosted(ServedHost, tmp_path_factory.mktemp("engine"), options)
         yield runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 

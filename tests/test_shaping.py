@@ -28,8 +28,8 @@ def episode(*tokens: int, cut: bool = False, outcome: Outcome = Outcome.COMPLETE
 def shaped(function: Shaping, episodes: list[Episode], others: list[float]) -> list[float]:
     """Measure and shape, as the service does."""
     many = form_of(function) == "group"
-    found = function(TASK, episodes) if many else [function(TASK, each) for each in episodes]  # type: ignore[operator]
-    return list(function.shape([x if isinstance(x, Score) else Score(total=x) for x in found], others))
+    scores = function(TASK, episodes) if many else [function(TASK, sample) for sample in episodes]  # type: ignore[operator]
+    return list(function.shape([x if isinstance(x, Score) else Score(total=x) for x in scores], others))
 
 
 def test_a_cut_answer_keeps_a_share_of_its_reward_but_never_gains():
@@ -39,15 +39,17 @@ def test_a_cut_answer_keeps_a_share_of_its_reward_but_never_gains():
 
 
 def test_the_cosine_is_the_papers_formula():
-    lengths, most = np.arange(0, 24), 20
+    lengths, max_tokens = np.arange(0, 24), 20
     function = CosineLength(
-        max_tokens=most, right_short=2, right_long=1, wrong_short=-10, wrong_long=-1, exceeded=-12, right=0.5
+        max_tokens=max_tokens, right_short=2, right_long=1, wrong_short=-10, wrong_long=-1, exceeded=-12, right=0.5
     )
     for other, short, long in ((0.5, 2.0, 1.0), (0.49, -10.0, -1.0)):
         # Equation of section 4: CosFn(t, T, low, high) = low + (high - low)(1 + cos(t pi / T)) / 2; r_e from T on.
-        expected = np.where(lengths < most, long + 0.5 * (short - long) * (1 + np.cos(lengths * np.pi / most)), -12.0)
-        found = shaped(function, [episode(*range(n)) for n in lengths], [other] * len(lengths))
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        expected = np.where(
+            lengths < max_tokens, long + 0.5 * (short - long) * (1 + np.cos(lengths * np.pi / max_tokens)), -12.0
+        )
+        rewards = shaped(function, [episode(*range(n)) for n in lengths], [other] * len(lengths))
+        np.testing.assert_allclose(rewards, expected, rtol=1e-12)
 
 
 def test_only_a_wrong_answer_pays_for_repetition():

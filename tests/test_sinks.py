@@ -59,8 +59,8 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_in_the_history(tmp_path:
     sink.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
     assert rows(path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
     sink.close()
-    again = write_steps(path, range(0), resume_from=1)
-    (step, values) = next(iter(again.history()))
+    resumed_sink = write_steps(path, range(0), resume_from=1)
+    (step, values) = next(iter(resumed_sink.history()))
     assert (step, values["d"], math.isnan(values["a"])) == (1, 1.0, True)
 
 
@@ -156,10 +156,10 @@ def test_late_values_are_added_to_their_step_in_every_sink(tmp_path: Path) -> No
     curves = TensorBoardSink(tmp_path / "curves")
     display = Display("none", phase_clock=PhaseClock())
     display.start(info(tmp_path))
-    for each in (curves, display):
-        each.start(info(tmp_path))
-        each.log(6, {"loss": 1.0})
-        each.log(4, {"held_out": 0.5})
+    for curve_sink in (curves, display):
+        curve_sink.start(info(tmp_path))
+        curve_sink.log(6, {"loss": 1.0})
+        curve_sink.log(4, {"held_out": 0.5})
     assert (curves._step, display._state.step) == (6, 6)
     assert display._state.held_out[""].means == (0.5,)
     curves.close()
@@ -305,8 +305,8 @@ def episode(name: str, reward: float, text: str = "four") -> Episode:
 
 
 def batch(groups: int, group_size: int) -> Batch:
-    made = [[episode(f"t{p}", float(g)) for g in range(group_size)] for p in range(groups)]
-    return Batch(groups=tuple(Group(task=group[0].task, episodes=tuple(group)) for group in made), version=0)
+    group_episodes = [[episode(f"t{p}", float(g)) for g in range(group_size)] for p in range(groups)]
+    return Batch(groups=tuple(Group(task=group[0].task, episodes=tuple(group)) for group in group_episodes), version=0)
 
 
 def test_a_sample_is_readable(tmp_path: Path) -> None:
@@ -354,8 +354,8 @@ def test_failed_episodes_are_recorded_up_to_a_bound_a_step(tmp_path: Path) -> No
     failed = replace(episode("a", 0.0), outcome=Outcome.JUDGE_ERROR, problem="KeyError: 'answer'")
     for _ in range(3):
         sink.episode(failed)
-    found = [(row["step"], row["outcome"], row["problem"]) for row in rows(tmp_path / "episodes.jsonl")]
-    assert found == [(1, "judge_error", "KeyError: 'answer'")] * 2
+    failures = [(row["step"], row["outcome"], row["problem"]) for row in rows(tmp_path / "episodes.jsonl")]
+    assert failures == [(1, "judge_error", "KeyError: 'answer'")] * 2
     sink.log(1, {}, batch(1, 2))
     sink.episode(failed)
     assert [row["step"] for row in rows(tmp_path / "episodes.jsonl")] == [1, 1, 1, 1, 2]
@@ -377,33 +377,33 @@ def test_equal_warnings_are_folded_and_counted(tmp_path: Path) -> None:
         log.event("another", "info")
     log.event("one of its kind", "warning")
     log.close()
-    told = [str(row["text"]) for row in rows(tmp_path / "events.jsonl") if row["level"] == "warning"]
-    assert len(told) == 4
-    assert told[0].startswith("chain_sum 0000000000000000: judge error")
-    assert told[1].endswith("(10 like it so far)")
-    assert told[2] == "one of its kind"
-    assert told[3].endswith("(59 like it in all)")
+    texts = [str(row["text"]) for row in rows(tmp_path / "events.jsonl") if row["level"] == "warning"]
+    assert len(texts) == 4
+    assert texts[0].startswith("chain_sum 0000000000000000: judge error")
+    assert texts[1].endswith("(10 like it so far)")
+    assert texts[2] == "one of its kind"
+    assert texts[3].endswith("(59 like it in all)")
 
 
 @pytest.mark.parametrize("quoted", [True, False])
 def test_warnings_that_differ_in_what_a_model_wrote_do_not_pile_up(quoted: bool, tmp_path: Path) -> None:
     log = RunLog(Display("none", phase_clock=PhaseClock()), EventSink(tmp_path / "events.jsonl"))
     for number in range(2000):
-        said = "".join(chr(ord("g") + (number >> shift) % 16) for shift in range(0, 12, 4)) * 50
-        log.event(f"code {number}: {'ValueError: no number in ' + repr(said) if quoted else said}", "warning")
+        answer = "".join(chr(ord("g") + (number >> shift) % 16) for shift in range(0, 12, 4)) * 50
+        log.event(f"code {number}: {'ValueError: no number in ' + repr(answer) if quoted else answer}", "warning")
     log.close()
-    told = rows(tmp_path / "events.jsonl")
-    assert len(told) == (5 if quoted else 200 + 5)
+    events = rows(tmp_path / "events.jsonl")
+    assert len(events) == (5 if quoted else 200 + 5)
     assert len(log._warnings) == (1 if quoted else 201)
-    assert str(told[-1]["text"]).endswith(f"({2000 if quoted else 1800} like it in all)")
+    assert str(events[-1]["text"]).endswith(f"({2000 if quoted else 1800} like it in all)")
 
 
 def test_any_text_that_a_model_can_write_is_a_line_of_json(tmp_path: Path) -> None:
     strange = 'a\nb "q" \u2028 \ud800 é \x00'
     sink = EpisodeSink(tmp_path / "episodes.jsonl")
     sink.start(info(tmp_path))
-    one = episode("t", math.nan, strange)
-    sink.log(1, {}, Batch(groups=(Group(task=one.task, episodes=(one,)),), version=0))
+    strange_episode = episode("t", math.nan, strange)
+    sink.log(1, {}, Batch(groups=(Group(task=strange_episode.task, episodes=(strange_episode,)),), version=0))
     sink.close()
     data = (tmp_path / "episodes.jsonl").read_bytes()
     assert data.count(b"\n") == 1

@@ -18,13 +18,15 @@ def slices_in(draw: st.DrawFn, shape: tuple[int, ...]) -> TensorSlice:
     """Any slice of a tensor, perhaps empty."""
     start = tuple(draw(st.integers(0, n)) for n in shape)
     return TensorSlice(
-        start=start, size=tuple(draw(st.integers(0, n - at)) for n, at in zip(shape, start, strict=True))
+        start=start, size=tuple(draw(st.integers(0, n - offset)) for n, offset in zip(shape, start, strict=True))
     )
 
 
 def indices(tensor_slice: TensorSlice) -> set[tuple[int, ...]]:
     return set(
-        itertools.product(*(range(at, at + n) for at, n in zip(tensor_slice.start, tensor_slice.size, strict=True)))
+        itertools.product(
+            *(range(offset, offset + n) for offset, n in zip(tensor_slice.start, tensor_slice.size, strict=True))
+        )
     )
 
 
@@ -35,22 +37,22 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 @given(shape=SHAPES, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_what_two_boxes_share_is_what_both_hold(shape: tuple[int, ...], data: st.DataObject):
-    one, other = data.draw(slices_in(shape)), data.draw(slices_in(shape))
-    shared = one.intersect(other)
-    assert indices(shared) == indices(one) & indices(other)
+    tensor_slice, other = data.draw(slices_in(shape)), data.draw(slices_in(shape))
+    shared = tensor_slice.intersect(other)
+    assert indices(shared) == indices(tensor_slice) & indices(other)
     assert shared.numel == len(indices(shared))
-    assert indices(other.intersect(one)) == indices(shared)
+    assert indices(other.intersect(tensor_slice)) == indices(shared)
 
 
 @given(shape=SHAPES, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_slice_is_a_view_of_its_elements(shape: tuple[int, ...], data: st.DataObject):
-    whole, tensor_slice = numbered(shape), data.draw(slices_in(shape))
-    view = tensor_slice.of(whole)
-    assert view.flatten().tolist() == sorted(int(whole[index]) for index in indices(tensor_slice))
+    full_tensor, tensor_slice = numbered(shape), data.draw(slices_in(shape))
+    view = tensor_slice.of(full_tensor)
+    assert view.flatten().tolist() == sorted(int(full_tensor[index]) for index in indices(tensor_slice))
     assert tuple(view.shape) == tensor_slice.size
     view.fill_(-1)
-    assert int((whole == -1).sum()) == tensor_slice.numel
+    assert int((full_tensor == -1).sum()) == tensor_slice.numel
 
 
 def test_a_tensor_without_dims_is_one_slice():
@@ -66,13 +68,13 @@ def test_a_tensor_without_dims_is_one_slice():
 def test_every_cut_of_a_tensor_is_a_tiling(shape: tuple[int, ...], data: st.DataObject):
     slices = data.draw(tilings(shape))
     assert tiling_error(shape, slices) is None
-    held = [tensor_slice for tensor_slice in slices if tensor_slice.numel]
-    assert tiling_error(shape, held) is None
-    missing = data.draw(st.sampled_from(held))
+    nonempty = [tensor_slice for tensor_slice in slices if tensor_slice.numel]
+    assert tiling_error(shape, nonempty) is None
+    missing = data.draw(st.sampled_from(nonempty))
     total = TensorSlice.whole(shape).numel
-    left = [tensor_slice for tensor_slice in held if tensor_slice != missing]
+    left = [tensor_slice for tensor_slice in nonempty if tensor_slice != missing]
     assert tiling_error(shape, left) == f"they hold {total - missing.numel} of {total} elements"
-    assert tiling_error(shape, [*held, missing]) == f"{missing} overlaps {missing}"
+    assert tiling_error(shape, [*nonempty, missing]) == f"{missing} overlaps {missing}"
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ ROWS, COLUMNS = TensorSlice((4, 0), (4, 16)), TensorSlice((0, 8), (12, 8))
     ],
 )
 def test_the_block_that_a_view_is(view: Callable[[torch.Tensor], torch.Tensor], expected: TensorSlice | None) -> None:
-    whole = torch.empty(4, 6, 8)
-    seen = view(whole)
-    assert _slice_of(seen, seen.storage_offset(), whole.shape, whole.stride()) == expected
+    full_tensor = torch.empty(4, 6, 8)
+    part = view(full_tensor)
+    assert _slice_of(part, part.storage_offset(), full_tensor.shape, full_tensor.stride()) == expected
 
 
 class Layers(torch.nn.Module):
@@ -114,10 +114,10 @@ def test_bytes_that_are_read_in_another_way_than_a_copy_count_too() -> None:
 def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken: list[int] = []
+    counts: list[int] = []
 
     def counted(moves: Sequence[Move]) -> list[int]:
-        taken.append(len(moves))
+        counts.append(len(moves))
         return move(moves)
 
     monkeypatch.setattr(slicing, "move", counted)
@@ -130,8 +130,8 @@ def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
         tensor.fill_(-1)
     shards = watch.shards()
     assert [shard.fingerprint for shard in shards] == [fingerprint(WHOLE[4:8], (12, 16), ROWS)] * 4
-    assert taken[0] == 4
-    assert not any(taken[1:])
+    assert counts[0] == 4
+    assert not any(counts[1:])
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
@@ -153,8 +153,8 @@ def test_square_matrices_that_a_loader_transposes_arrive_transposed(held: bool) 
         with watch:
             model.square.data.copy_(view)
     assert torch.equal(model.square, square.t())
-    whole = TensorSlice.whole((12, 12))
+    full_slice = TensorSlice.whole((12, 12))
     assert [(shard.tensor_slice, shard.fingerprint) for shard in watch.shards()] == [
-        (whole, fingerprint(square, (12, 12), whole))
+        (full_slice, fingerprint(square, (12, 12), full_slice))
     ]
     assert watch.repacked == ["a"]

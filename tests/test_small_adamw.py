@@ -27,7 +27,7 @@ def test_codes_are_the_papers():
     # Worked by hand: the lowest decade has one centre of 0.1 to 1, 0.55, or two, 0.325 and 0.775, times 1e-6; the
     # highest 64 or 128 parts of 0.1 to 1.
     signed, unsigned = _codes(True), _codes(False)
-    assert [len(each.unique()) for each in (signed, unsigned)] == [256, 256]
+    assert [len(code.unique()) for code in (signed, unsigned)] == [256, 256]
     assert signed[127 : 127 + 2].tolist() == pytest.approx([0.0, 0.55e-6])
     assert unsigned[:3].tolist() == pytest.approx([0.0, 0.325e-6, 0.775e-6])
     assert signed[[0, -2, -1]].tolist() == pytest.approx([0.45 / 64 - 1, 1 - 0.45 / 64, 1.0])
@@ -37,9 +37,9 @@ def test_codes_are_the_papers():
 def test_rounding_keeps_the_mean_and_is_to_a_neighbour():
     noise = torch.Generator().manual_seed(0)
     value = torch.tensor(1 + 2**-7 * 0.25)  # a quarter of the way from 1 to the next bfloat16
-    found = _rounded(value.expand(40_000), noise)
-    assert set(found.tolist()) == {1.0, 1 + 2**-7}
-    assert float((found > 1).double().mean()) == pytest.approx(0.25, abs=0.01)  # 4.6 standard deviations
+    rounded_values = _rounded(value.expand(40_000), noise)
+    assert set(rounded_values.tolist()) == {1.0, 1 + 2**-7}
+    assert float((rounded_values > 1).double().mean()) == pytest.approx(0.25, abs=0.01)  # 4.6 standard deviations
     odd = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0])
     assert torch.equal(_rounded(odd, noise).nan_to_num(7.0), odd.nan_to_num(7.0))
 
@@ -78,7 +78,7 @@ def course(kind: str, steps: int = 300) -> tuple[torch.Tensor, list[float]]:
     dtype = torch.float64 if kind == "float64" else torch.float32
     scales = torch.logspace(-3, 1, 96, dtype=torch.float64)
     inputs = torch.randn(256, 96, dtype=torch.float64) * scales
-    wanted = inputs @ (torch.randn(96, 64, dtype=torch.float64) / scales[:, None])
+    targets = inputs @ (torch.randn(96, 64, dtype=torch.float64) / scales[:, None])
     weights = torch.nn.Parameter(torch.zeros(96, 64, dtype=dtype))
     if kind == "float64":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW([weights], lr=0.02, betas=(0.9, 0.95), weight_decay=0.01)
@@ -87,7 +87,7 @@ def course(kind: str, steps: int = 300) -> tuple[torch.Tensor, list[float]]:
     losses = []
     for step in range(steps):
         rows = torch.randperm(256, generator=torch.Generator().manual_seed(step))[:64]
-        loss = (inputs[rows].to(dtype) @ weights - wanted[rows].to(dtype)).square().mean()
+        loss = (inputs[rows].to(dtype) @ weights - targets[rows].to(dtype)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -98,8 +98,8 @@ def course(kind: str, steps: int = 300) -> tuple[torch.Tensor, list[float]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_follows_adamw_in_float64(kind: str):
     exact, exact_losses = course("float64")
-    found, losses = course(kind)
-    away = float((found - exact).norm() / exact.norm())
+    weights, losses = course(kind)
+    away = float((weights - exact).norm() / exact.norm())
     assert away < {"bfloat16": 0.005, "int8": 0.03}[kind]
     assert losses[0] == pytest.approx(exact_losses[0])
     assert losses[-1] == pytest.approx(exact_losses[-1], rel=0.05)
@@ -116,30 +116,30 @@ def step(engine: TitanEngine, seed: int, ranks: int = 1) -> None:
 
 
 def state_of(engine: TitanEngine) -> list[torch.Tensor]:
-    found = [local(each).detach().clone() for each in engine.model.parameters()]
-    for each in engine.model.parameters():
-        found += [value.clone() for value in engine.optimizer.state[each].values()]
-    return found
+    tensors = [local(parameter).detach().clone() for parameter in engine.model.parameters()]
+    for parameter in engine.model.parameters():
+        tensors += [value.clone() for value in engine.optimizer.state[parameter].values()]
+    return tensors
 
 
 def check_resumes(rank: int, folder: Path) -> None:
     """A run that was saved and loaded goes on bit for bit as one that was not, in either kind; ranks stay equal."""
     ranks = torch.distributed.get_world_size()
     for kind in KINDS:
-        kept, resumed = engine_of(folder / "hf", kind), engine_of(folder / "hf", kind)
+        whole_engine, resumed = engine_of(folder / "hf", kind), engine_of(folder / "hf", kind)
         for seed in range(2):
-            step(kept, seed, ranks)
+            step(whole_engine, seed, ranks)
         out = folder / kind
         if rank == 0:
             for part in ("model", "training"):
                 (out / part).mkdir(parents=True)
         torch.distributed.barrier()
-        kept.save(out, folder / "hf", version=2).result()
+        whole_engine.save(out, folder / "hf", version=2).result()
         assert resumed.load_training_state(out / "training") == 2
-        for engine in (kept, resumed):
+        for engine in (whole_engine, resumed):
             step(engine, 7, ranks)
-        assert all(torch.equal(a, b) for a, b in zip(state_of(kept), state_of(resumed), strict=True))
-        assert any(a.dtype == torch.uint8 for a in state_of(kept)) == (kind == "int8")
+        assert all(torch.equal(a, b) for a, b in zip(state_of(whole_engine), state_of(resumed), strict=True))
+        assert any(a.dtype == torch.uint8 for a in state_of(whole_engine)) == (kind == "int8")
 
 
 @pytest.mark.usefixtures("process_group")
@@ -163,12 +163,19 @@ def test_the_plan_counts_the_moments_that_are_there(kind: str, bytes_each: float
     make_model(tmp_path, **MODEL)
     engine = engine_of(tmp_path, kind)
     step(engine, 0)
-    held = sum(each.nbytes for state in engine.optimizer.state.values() for each in state.values() if each.dim())
+    state_bytes = sum(
+        state_tensor.nbytes
+        for state in engine.optimizer.state.values()
+        for state_tensor in state.values()
+        if state_tensor.dim()
+    )
     planned = plan_training(tmp_path, engine._settings, ranks=1, reference=False)
-    assert planned.optimizer == pytest.approx(held, rel=0.001)
-    norms = 8 * sum(each.numel() for each in engine.model.parameters() if each.numel() < 4096)
-    large = sum(each.numel() for each in engine.model.parameters() if each.numel() >= 4096)
-    assert large * bytes_each == pytest.approx(held - (norms if kind == "int8" else norms * bytes_each / 8), rel=0.001)
+    assert planned.optimizer == pytest.approx(state_bytes, rel=0.001)
+    norms = 8 * sum(parameter.numel() for parameter in engine.model.parameters() if parameter.numel() < 4096)
+    large = sum(parameter.numel() for parameter in engine.model.parameters() if parameter.numel() >= 4096)
+    assert large * bytes_each == pytest.approx(
+        state_bytes - (norms if kind == "int8" else norms * bytes_each / 8), rel=0.001
+    )
     assert planned.moments == 2 * planned.weights
     assert planned.copy == 3 * planned.weights + planned.largest
 

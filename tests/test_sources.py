@@ -99,8 +99,8 @@ def test_a_shorter_held_out_set_is_the_beginning_of_a_longer_one() -> None:
 
 
 def test_the_held_out_part_does_not_depend_on_the_instruction() -> None:
-    plain, asked = _source().held_out(5), _source(instruction=" Think.").held_out(5)
-    assert [task.id for task in plain] == [task.id for task in asked]
+    plain, instructed_tasks = _source().held_out(5), _source(instruction=" Think.").held_out(5)
+    assert [task.id for task in plain] == [task.id for task in instructed_tasks]
 
 
 def test_seeds_give_streams_that_do_not_overlap_by_a_shift() -> None:
@@ -115,9 +115,11 @@ def test_the_same_seed_gives_the_same_stream_in_another_process() -> None:
         "from forge_rl.data.sources import ReasoningGymSource as S;"
         f"s = S('chain_sum', {EASY}, 3, 0.2); print([s.draw().id for _ in range(5)])"
     )
-    seen = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True
+    )
     source = _source(seed=3)
-    assert seen.stdout.strip() == str([source.draw().id for _ in range(5)])
+    assert process.stdout.strip() == str([source.draw().id for _ in range(5)])
 
 
 def test_a_restored_source_goes_on_where_it_stood() -> None:
@@ -149,8 +151,8 @@ def test_a_source_begins_again_in_the_order_of_another_seed(kind: str, tmp_path:
     first = [source.draw() for _ in range(8)]
     assert isinstance(source, Reseedable)
     source.reseed(2)
-    found = [source.draw() for _ in range(8)]
-    assert found == [other.draw() for other in [of(2)] for _ in range(8)] != first
+    tasks = [source.draw() for _ in range(8)]
+    assert tasks == [other.draw() for other in [of(2)] for _ in range(8)] != first
     source.reseed(1)
     source.restore(of(1).state())
     assert [source.draw() for _ in range(8)] == first
@@ -174,11 +176,11 @@ def test_fewer_questions_than_asked_for_give_what_there_is() -> None:
 
 
 def test_questions_too_few_to_hold_any_out_are_an_error() -> None:
-    one = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
+    ten_questions = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}  # ten questions
     with pytest.raises(TaskError, match="none is held out"):
-        ReasoningGymSource("chain_sum", one, 0, 0.005).held_out(1)
+        ReasoningGymSource("chain_sum", ten_questions, 0, 0.005).held_out(1)
     with pytest.raises(TaskError, match="all are held out"):
-        ReasoningGymSource("chain_sum", one, 0, 0.97).draw()
+        ReasoningGymSource("chain_sum", ten_questions, 0, 0.97).draw()
 
 
 def test_nothing_held_out_cannot_be_evaluated() -> None:

@@ -40,8 +40,8 @@ def test_the_flag_names_a_kind_and_its_options() -> None:
     assert read_speculation("off") is None
     assert read_speculation("ngram") == Speculation(kind="ngram", max_tokens=8, max_running=8, min_accepted=0.3)
     assert read_speculation("suffix:max_tokens=4,max_running=2,min_accepted=0.5,adaptive=false") == SETTINGS
-    found = read_speculation("draft:org/model,max_tokens=4")
-    assert found == Speculation(kind="draft", model="org/model", max_tokens=4)
+    speculation = read_speculation("draft:org/model,max_tokens=4")
+    assert speculation == Speculation(kind="draft", model="org/model", max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,19 @@ def test_speculation_is_refused_where_it_does_not_work() -> None:
 def test_a_draft_model_is_found_and_must_have_the_tokenizer_of_the_policy(tmp_path: Path) -> None:
     policy = bundled_folder()
     assert resolve_draft_model("suffix", policy, tmp_path) == "suffix"
-    found = read_speculation(resolve_draft_model("draft:smollm2-135m,max_tokens=3", policy, default_cache()))
-    assert found == Speculation(kind="draft", model=str(policy.resolve()), max_tokens=3)
+    speculation = read_speculation(resolve_draft_model("draft:smollm2-135m,max_tokens=3", policy, default_cache()))
+    assert speculation == Speculation(kind="draft", model=str(policy.resolve()), max_tokens=3)
     other = tmp_path / "it's, another"
     make_model(other)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(policy / name, other)
-    found = read_speculation(resolve_draft_model(f'draft:"{other}"', other, tmp_path))
-    assert found == Speculation(kind="draft", model=str(other))
-    given = json.loads((other / "tokenizer.json").read_text())
-    given["model"]["vocab"]["!"], given["model"]["vocab"]["#"] = (given["model"]["vocab"][each] for each in "#!")
-    (other / "tokenizer.json").write_text(json.dumps(given))
+    speculation = read_speculation(resolve_draft_model(f'draft:"{other}"', other, tmp_path))
+    assert speculation == Speculation(kind="draft", model=str(other))
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["!"], tokenizer["model"]["vocab"]["#"] = (
+        tokenizer["model"]["vocab"][letter] for letter in "#!"
+    )
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"the draft model .* has another tokenizer than the policy: 2 tokens differ"):
         resolve_draft_model(f'draft:"{other}"', policy, tmp_path)
     with pytest.raises(ModelError, match="the draft model /nowhere/at/all: no such folder"):
@@ -125,7 +127,7 @@ def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
         # With three different tokens nearly everything matches; nothing that was overwritten may be followed.
         assert index.tail(end, 100) == texts[-1][-64:][::-1]
         assert set(index.draft(end, key=0, max_tokens=8)) <= set(recent)
-    assert {len(index._tokens), *(len(each._last) for each in index._endings)} == {64}
+    assert {len(index._tokens), *(len(ending._last) for ending in index._endings)} == {64}
 
 
 def test_places_where_more_recurs_are_found_among_many_that_look_alike() -> None:
@@ -154,22 +156,24 @@ def test_a_sibling_still_guides_after_tokens_that_differ_until_too_many_do() -> 
 
     def drafts(request: str, answer: list[int]) -> list[list[int]]:
         """Follow a request token by token; returns the draft after each."""
-        found = []
+        drafts_of_steps = []
         for end in range(1, len(answer) + 1):
             index.follow(request, np.array([*prompt, *answer[:end]], np.int32), len(prompt))
-            found.append(index.draft(request, 4))
-        return found
+            drafts_of_steps.append(index.draft(request, 4))
+        return drafts_of_steps
 
     assert not any(drafts("sibling", sibling))
     answer = list(sibling)
     answer[30] = 7
-    found = drafts("other", answer)
-    assert found[20] == sibling[21:25]
-    assert found[30:33] == [sibling[at : at + 4] for at in (31, 32, 33)], "although no three tokens recur"
-    wrong = [token if at < 30 else at for at, token in enumerate(sibling)]
-    found = drafts("lost", wrong)
-    assert found[30] == sibling[31:35]
-    assert not any(found[49:]), "of the last 24 tokens fewer than 6 were right"
+    sibling_drafts = drafts("other", answer)
+    assert sibling_drafts[20] == sibling[21:25]
+    assert sibling_drafts[30:33] == [sibling[start : start + 4] for start in (31, 32, 33)], (
+        "although no three tokens recur"
+    )
+    wrong = [token if position < 30 else position for position, token in enumerate(sibling)]
+    sibling_drafts = drafts("lost", wrong)
+    assert sibling_drafts[30] == sibling[31:35]
+    assert not any(sibling_drafts[49:]), "of the last 24 tokens fewer than 6 were right"
     end = drafts("longer", [*sibling, 8, 9])
     assert end[-3:] == [[], [], []], "the sibling has ended"
 
@@ -209,11 +213,11 @@ def test_drafts_are_off_where_they_yield_fewer_tokens_a_second() -> None:
     def drafting(running: str, cost_s: float, steps: int) -> int:
         nonlocal now
         count = 0
-        allowed = switch.allows(running, len(running))
+        is_allowed = switch.allows(running, len(running))
         for step in range(steps):
-            now += 0.01 + allowed * cost_s + (100 if step == steps // 2 else 0)  # a pause: no step's time
-            allowed = switch.allows(running, len(running) * (1 + allowed))
-            count += allowed
+            now += 0.01 + is_allowed * cost_s + (100 if step == steps // 2 else 0)  # a pause: no step's time
+            is_allowed = switch.allows(running, len(running) * (1 + is_allowed))
+            count += is_allowed
         return count
 
     assert drafting("ab", 0.015, 320) < 64, "off once both are known, but for every 32nd step"
@@ -264,8 +268,8 @@ def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: f
         top_p=None if top_p is None else torch.full((2,), top_p),
     )
     ends = torch.zeros(2, dtype=torch.int32)
-    found = rejection_sampler.apply_sampling_constraints(torch.zeros(0, 5), ends, metadata)
-    assert found.shape == (0, 5)
+    constrained_logits = rejection_sampler.apply_sampling_constraints(torch.zeros(0, 5), ends, metadata)
+    assert constrained_logits.shape == (0, 5)
 
 
 @pytest.fixture(scope="module")

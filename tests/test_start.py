@@ -383,12 +383,12 @@ async def test_a_fatal_fault_ends_the_body_with_its_name(
 ) -> None:
     from forge_rl.runtime.faults import Faults
 
-    seen: list[Faults] = []
-    monkeypatch.setattr(Faults, "install", lambda faults: seen.append(faults))
+    installations: list[Faults] = []
+    monkeypatch.setattr(Faults, "install", lambda faults: installations.append(faults))
 
     async def check() -> None:
         async with start(config_of(tmp_path)):
-            seen[0].record("reward", 0, "its process was ended by SIGSEGV")
+            installations[0].record("reward", 0, "its process was ended by SIGSEGV")
             await asyncio.Event().wait()
 
     with pytest.raises(ServiceError, match=r"reward.*SIGSEGV"):
@@ -401,10 +401,10 @@ async def test_a_source_without_a_teacher_is_refused_at_the_start(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, _ = staged
-    given: list[Any] = []
+    arguments: list[Any] = []
 
     async def begin(config: object, folders: object, *_: object, policy: asyncio.Task[Any], **__: object) -> Handle:
-        given.extend((config, folders, (await policy).name))
+        arguments.extend((config, folders, (await policy).name))
         return Handle("teachers", stopped)
 
     monkeypatch.setattr(services_module.Teachers, "start", begin)
@@ -416,13 +416,13 @@ async def test_a_source_without_a_teacher_is_refused_at_the_start(
         return distill.Config(**settings, checkpoint_every=0, teachers=TeachersConfig(models=models))
 
     async def check() -> None:
-        for models, said in (((), "no teacher is given"), (("other=policy",), "no source is called other")):
-            with pytest.raises(ConfigError, match=said):
+        for models, message in (((), "no teacher is given"), (("other=policy",), "no source is called other")):
+            with pytest.raises(ConfigError, match=message):
                 await distill.start(config(*models)).open()
         assert not (tmp_path / "events.jsonl").exists()
         async with distill.start(teaching := config("policy")) as run:
             assert cast(Any, run.teachers).name == "teachers"
-            assert given == [teaching.teachers, {}, "generator"]
+            assert arguments == [teaching.teachers, {}, "generator"]
         async with start(config_of(tmp_path / "other")) as run:
             with pytest.raises(ConfigError, match="the run has no teachers"):
                 _ = run.teachers

@@ -32,10 +32,10 @@ class Engine:
         watch = asyncio.create_task(watch_steps(self.ping, lambda: self.works, stall_s=20, sleep=self.sleep))
         while self.seconds < until and not watch.done():  # noqa: ASYNC110
             await asyncio.sleep(0)
-        found = watch.done()
+        parts = watch.done()
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-        return found
+        return parts
 
 
 async def test_an_engine_hangs_when_it_has_work_and_ends_no_step() -> None:

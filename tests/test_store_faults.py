@@ -138,7 +138,7 @@ async def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(t
             return await reserve(drafted)
 
         store_process = await pid_of(store._service)
-        async with store.lease(1) as held:
+        async with store.lease(1) as leased_manifest:
             transport.reserve = kill_and_reserve  # type: ignore[method-assign]
             with pytest.raises(ServiceError, match="SIGKILL") as caught:
                 await asyncio.wait_for(publish(store, 3), 20)
@@ -152,8 +152,8 @@ async def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(t
                 assert await read(store.transport(), manifest) == all_of(2)
             for version in (3, 4, 5):
                 await publish(store, version)
-            assert all(exist(held))
-            assert await read(store.transport(), held) == all_of(1)
+            assert all(exist(leased_manifest))
+            assert await read(store.transport(), leased_manifest) == all_of(1)
             assert len(segments(shm)) == 3 * 2
         await publish(store, 6)
         assert len(segments(shm)) == 2 * 2
@@ -202,8 +202,8 @@ async def test_a_store_that_may_not_restart_is_named_and_leaves_nothing(tmp_path
 
 
 async def test_a_hung_store_is_killed_at_its_stop_and_leaves_nothing(tmp_path: Path, shm: Path):
-    async with cluster(tmp_path) as (made, faults):
-        store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
+    async with cluster(tmp_path) as (meshes, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm), meshes, faults, deadline_s=60)
         await publish(store, 1)
         os.kill(await pid_of(store._service), signal.SIGSTOP)
         faults.closing = True
@@ -212,8 +212,8 @@ async def test_a_hung_store_is_killed_at_its_stop_and_leaves_nothing(tmp_path: P
 
 
 async def test_a_store_that_nobody_stops_ends_with_its_processes(tmp_path: Path, shm: Path):
-    async with cluster(tmp_path) as (made, faults):
-        store = await WeightStore.start(WeightStore.Config(shm=shm), made, faults, deadline_s=60)
+    async with cluster(tmp_path) as (meshes, faults):
+        store = await WeightStore.start(WeightStore.Config(shm=shm), meshes, faults, deadline_s=60)
         await publish(store, 1)
         assert segments(shm)
     assert nothing_in(shm)

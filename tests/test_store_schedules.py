@@ -194,9 +194,9 @@ class StoreSchedule(RuleBasedStateMachine):
             if manifest.version > version:
                 self.leases.remove((context, manifest))
                 self.forgotten.append((context, manifest, self.values[manifest.version]))
-        kept = self.state.versions
-        assert set(kept) == {held for held in self.values if held <= version and held in kept}
-        self.values = {held: values for held, values in self.values.items() if held in kept}
+        versions = self.state.versions
+        assert set(versions) == {held for held in self.values if held <= version and held in versions}
+        self.values = {version: values for version, values in self.values.items() if version in versions}
         self.next = version + 1
 
     @precondition(lambda self: self.forgotten)
@@ -237,14 +237,14 @@ class StoreSchedule(RuleBasedStateMachine):
     def the_store_dies(self) -> None:
         """Whatever is mapped stays as it is; the next store finds what is left."""
         (folder,) = self.store.folders
-        held = sum(path.stat().st_size for path in folder.iterdir())
-        kept = [(memory, content) for memory, content in self.mapped if bytes(memory.numpy()) == content]
+        file_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        intact_mappings = [(memory, content) for memory, content in self.mapped if bytes(memory.numpy()) == content]
         self.run(self.watched.call("abandon"))
         self.end_leases()
         self.open()
-        assert self.state.reclaimed == held
+        assert self.state.reclaimed == file_bytes
         assert not folder.exists()
-        assert all(bytes(memory.numpy()) == content for memory, content in kept)
+        assert all(bytes(memory.numpy()) == content for memory, content in intact_mappings)
         self.mapped.clear()
 
     @invariant()
@@ -261,12 +261,12 @@ class StoreSchedule(RuleBasedStateMachine):
 
         forgotten = [manifest for _, manifest, _ in self.forgotten]
         needed = {key for manifest in (*state.versions.values(), *forgotten) for key in manifest.keys}
-        held = set(state.used)
-        assert needed <= held
-        assert held - needed <= set(state.unneeded)
-        known = [*state.used.values(), *state.freed, *state.spare]
+        used_versions = set(state.used)
+        assert needed <= used_versions
+        assert used_versions - needed <= set(state.unneeded)
+        refs = [*state.used.values(), *state.freed, *state.spare]
         files = [path for path in self.shm.rglob("*") if path.is_file() and path.name != "lock"]
-        assert sorted(map(str, files)) == sorted(ref.path for ref in known)
+        assert sorted(map(str, files)) == sorted(ref.path for ref in refs)
         assert sum(path.stat().st_size - PAGE for path in files) == state.bytes
 
     def teardown(self) -> None:

@@ -89,17 +89,17 @@ async def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_pat
     async with supervised(tmp_path) as (service, faults, _):
         served: list[list[int]] = []
         service.listeners.add(lambda: served.append([r.index for r in service.replicas if r.serving]))
-        told: list[float | None] = []
-        faults.listeners.add(lambda fault: told.append(fault.recovered_s))
+        recoveries: list[float | None] = []
+        faults.listeners.add(lambda fault: recoveries.append(fault.recovered_s))
         dead, other = service.replicas
         other.held = 5  # so that the first is chosen
-        held = asyncio.create_task(dead.ask("hold", deadline_s=LONG_S))
+        held_call = asyncio.create_task(dead.ask("hold", deadline_s=LONG_S))
         routed = asyncio.create_task(service.route("hold", deadline_s=LONG_S))
         await dead.ask("answer", 0, deadline_s=LONG_S)
         assert (dead.in_flight, other.in_flight) == (2, 0)
         os.kill(await pid_of(service, 0), signal.SIGKILL)
         with pytest.raises(ReplicaError, match="SIGKILL"):
-            await held
+            await held_call
         assert dead.state is ReplicaState.QUARANTINED
         await asyncio.sleep(0)
         assert other.in_flight == 1  # at once
@@ -117,7 +117,7 @@ async def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_pat
         (fault,) = faults.seen
         assert (fault.service, fault.replica, fault.fatal) == (service.name, 0, False)
         assert fault.recovered_s is not None
-        assert told == [None, fault.recovered_s]
+        assert recoveries == [None, fault.recovered_s]
         assert len(faults._actions) == 2, "Monarch's late word about the old one is nobody's"
 
 
@@ -147,11 +147,11 @@ async def test_a_stopped_descendant_is_left_alone_where_that_is_wanted(tmp_path:
 
 
 async def test_all_that_a_dead_replica_had_started_ends_before_it_is_replaced(tmp_path: Path):
-    found: list[bool] = []
+    liveness: list[bool] = []
     children: list[int] = []
 
     async def look(_: int) -> None:
-        found.extend(lives(pid) for pid in children)
+        liveness.extend(lives(pid) for pid in children)
 
     async with supervised(tmp_path, before=look) as (service, _, _):
         # One that is as old as the last look at the replica, and one that was never looked at.
@@ -162,7 +162,7 @@ async def test_all_that_a_dead_replica_had_started_ends_before_it_is_replaced(tm
         os.kill(await pid_of(service, 0), signal.SIGKILL)
         await until(service, lambda: not service.replicas[0].serving)
         await until(service, lambda: all_serve(service))
-        assert found == [False, False]
+        assert liveness == [False, False]
 
 
 async def test_a_new_replica_serves_only_when_it_is_ready(tmp_path: Path):
@@ -294,11 +294,11 @@ async def test_a_replica_that_does_not_start_again_is_killed_and_tried_again(tmp
 
 
 async def test_a_replica_that_served_for_long_starts_afresh(tmp_path: Path):
-    now = 0.0
+    clock_s = 0.0
     restart = Restart(max_restarts=2)
-    async with supervised(tmp_path, replicas=1, restart=restart, clock=lambda: now) as (service, _, naps):
+    async with supervised(tmp_path, replicas=1, restart=restart, clock=lambda: clock_s) as (service, _, naps):
         for served_s in (10, 59, 60, 100, 59):
-            now += served_s
+            clock_s += served_s
             os.kill(await pid_of(service), signal.SIGKILL)
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
@@ -317,7 +317,7 @@ async def test_what_kills_each_replica_that_it_meets_does_not_kill_them_all(tmp_
 async def test_deaths_are_blamed_only_on_the_call_in_progress(tmp_path: Path):
     restart = Restart(max_restarts=1)
     async with supervised(tmp_path, replicas=1, restart=restart, blames=True) as (service, faults, naps):
-        held = [asyncio.create_task(service.route("hold", deadline_s=LONG_S, about="idle")) for _ in range(9)]
+        held_calls = [asyncio.create_task(service.route("hold", deadline_s=LONG_S, about="idle")) for _ in range(9)]
         dead = service.replicas[0]
         await dead.ask("answer", 1, deadline_s=LONG_S)
 
@@ -330,31 +330,31 @@ async def test_deaths_are_blamed_only_on_the_call_in_progress(tmp_path: Path):
             await service.try_on(kill, about="task 7", refuses=True)
         assert len(faults.seen) == 3, "the task is not tried again"
         await until(service, lambda: all_serve(service))
-        assert not any(task.done() for task in held), "what only waited is on its fourth replica"
+        assert not any(task.done() for task in held_calls), "what only waited is on its fourth replica"
         assert naps.seconds == [0.0] * 3, "no death of the replica is in a row"
         assert faults.fatal is None
         assert service.replicas[0].incarnation == 3
         assert await service.route("run", Fine(), deadline_s=LONG_S, about="task 8") == 8
         await service.replicas[0].call("release", deadline_s=LONG_S)
-        assert await asyncio.gather(*held) == ["actor 0"] * 9
+        assert await asyncio.gather(*held_calls) == ["actor 0"] * 9
         assert [name for name in os.listdir(tmp_path) if name.endswith(".calls")] == [service.replicas[0].notes.name]
 
 
 async def test_a_listener_that_raises_changes_nothing_for_others_and_is_told_of(tmp_path: Path):
     async with supervised(tmp_path, replicas=1) as (service, faults, _):
-        told: list[float | None] = []
+        recoveries: list[float | None] = []
 
         def full(*_: object) -> None:
             raise OSError("no space left")
 
         service.listeners.add(full)
         faults.listeners.add(full)
-        faults.listeners.add(lambda fault: told.append(fault.recovered_s))
+        faults.listeners.add(lambda fault: recoveries.append(fault.recovered_s))
         os.kill(await pid_of(service), signal.SIGKILL)
         await until(service, lambda: not service.replicas[0].serving)
         await until(service, lambda: all_serve(service))
         assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
-        assert [recovered is None for recovered in told] == [True, False]
+        assert [recovered is None for recovered in recoveries] == [True, False]
         assert sorted("no space left" in fault.cause for fault in faults.seen) == [False, True]
         assert faults.fatal is None
 
@@ -419,11 +419,11 @@ async def test_a_replica_marked_failed_is_killed_and_replaced(tmp_path: Path):
     async with supervised(tmp_path) as (service, faults, _):
         replica = service.replicas[1]
         pid = await pid_of(service, 1)
-        held = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
+        held_call = asyncio.create_task(replica.ask("hold", deadline_s=LONG_S))
         await replica.ask("answer", 0, deadline_s=LONG_S)
         service.mark_failed(replica, "garbage")
         with pytest.raises(ReplicaError, match="garbage"):
-            await held
+            await held_call
         await until(service, lambda: all_serve(service))
         assert not lives(pid)
         service.mark_failed(replica, "again")  # it is dead

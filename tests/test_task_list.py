@@ -19,21 +19,21 @@ def tasks(count: int, kinds: int) -> list[Task]:
 
 
 def test_each_epoch_has_every_task_once_in_seeded_order_and_resumes():
-    made = tasks(7, 7)
-    source = TaskList("s", made, (), seed=1)
+    task_list = tasks(7, 7)
+    source = TaskList("s", task_list, (), seed=1)
     drawn = [source.draw().id for _ in range(10)]
     state = json.loads(json.dumps(source.state()))
-    assert (sorted(drawn[:7]), len(set(drawn[7:]))) == (sorted(task.id for task in made), 3)
+    assert (sorted(drawn[:7]), len(set(drawn[7:]))) == (sorted(task.id for task in task_list), 3)
     rest = [source.draw().id for _ in range(20)]
-    other = TaskList("s", made, (), seed=1)
+    other = TaskList("s", task_list, (), seed=1)
     other.restore(state)
     assert [other.draw().id for _ in range(20)] == rest
-    assert [TaskList("s", made, (), seed=2).draw().id for _ in range(1)] + [source.epoch] == [
-        TaskList("s", made, (), seed=2).draw().id,
+    assert [TaskList("s", task_list, (), seed=2).draw().id for _ in range(1)] + [source.epoch] == [
+        TaskList("s", task_list, (), seed=2).draw().id,
         30 / 7,
     ]
     with pytest.raises(TaskError, match="it has 6 tasks"):
-        TaskList("s", made[1:], (), seed=1).restore(state)
+        TaskList("s", task_list[1:], (), seed=1).restore(state)
 
 
 def test_tasks_of_the_same_content_are_not_on_both_sides():

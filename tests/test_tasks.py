@@ -180,31 +180,31 @@ async def test_an_endable_task_is_as_a_task_until_it_is_ended():
 
 @pytest.mark.parametrize("tries", [2, 10**9])
 def test_a_coroutine_that_catches_everything_is_still_ended(tries: int):
-    seen = []
+    calls = []
 
     async def stubborn() -> None:
         try:
             for _ in range(tries):
-                seen.append("works")
+                calls.append("works")
                 with contextlib.suppress(BaseException):
                     await asyncio.Event().wait()
         finally:
-            seen.append("cleans up")
+            calls.append("cleans up")
 
     async def check() -> None:
         working = EndableTask(stubborn())
         await asyncio.sleep(0)
         working.task.cancel()
         await asyncio.sleep(0)
-        assert seen == ["works", "works"]
+        assert calls == ["works", "works"]
         assert not working.task.done()
         working.end()
         await asyncio.wait([working.task], timeout=60)
         assert working.task.cancelled()
-        assert ("cleans up" in seen) == (tries == 2)
-        count = len(seen)
+        assert ("cleans up" in calls) == (tries == 2)
+        count = len(calls)
         await asyncio.sleep(0.01)
-        assert len(seen) == count
+        assert len(calls) == count
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pytest.PytestUnraisableExceptionWarning)

@@ -60,7 +60,9 @@ class Scorer:
         sums = np.cumsum(ids)[len(prompt_ids) - 1 : -1]
         top = np.array(token_ids)[:, None] + np.arange(top_k)[None, :]
         top[np.array(token_ids) == self.beyond] = VOCAB
-        logprobs = [self.control.get(token, own) for token, own in zip(token_ids, -sums / temperature, strict=True)]
+        logprobs = [
+            self.control.get(token, logprob) for token, logprob in zip(token_ids, -sums / temperature, strict=True)
+        ]
         return ScoredTokens(logprobs=logprobs, top_ids=top, top_logprobs=np.broadcast_to(-1.0, top.shape))
 
 
@@ -83,18 +85,18 @@ SHORTENED = [([1, 2], [3, 4]), ([1, 2, 9], [6])]
 
 def test_scores_are_in_the_order_of_the_turns():
     batch = batch_of([(0.0, TURNS), (1.0, REWRITTEN)])
-    found = score(teachers_of(scorer := Scorer()), batch, temperature=2.0, top_k=2)
+    scores = score(teachers_of(scorer := Scorer()), batch, temperature=2.0, top_k=2)
     assert sorted(scorer.asked) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9, 9, 6]]
-    ((first, second),) = found.logprobs
+    ((first, second),) = scores.logprobs
     assert first.tolist() == [-1.5, -3.0, -7.5]
     assert second.tolist() == [-1.5, -3.0, -9.0]
-    assert found.top_ids[0][0].tolist() == [[3, 4], [4, 5], [6, 7]]
-    assert found.top_logprobs[0][0].shape == (3, 2)
-    assert found.columns(Distillation(k=2)) == {"top_ids": found.top_ids, "top_teacher": found.top_logprobs}
+    assert scores.top_ids[0][0].tolist() == [[3, 4], [4, 5], [6, 7]]
+    assert scores.top_logprobs[0][0].shape == (3, 2)
+    assert scores.columns(Distillation(k=2)) == {"top_ids": scores.top_ids, "top_teacher": scores.top_logprobs}
     policy = np.concatenate([turn.logprobs for episode in batch.episodes for turn in episode.turns])
     kl = float(np.mean(policy.astype(np.float64) - np.concatenate([first, second])))
     counts = {"teacher/unscored": 0, "teacher/failed": 0, "teacher/unhinted": 0}
-    assert found.metrics(batch) == {"teacher/kl": pytest.approx(kl), **counts}
+    assert scores.metrics(batch) == {"teacher/kl": pytest.approx(kl), **counts}
 
 
 @pytest.mark.parametrize("culprit", ["b", "policy"])
@@ -148,21 +150,21 @@ class Spelled:
 def test_a_hint_replaces_the_first_prompt_alone():
     task = Task(id="1", source="math", messages=({"role": "user", "content": "1 2"},))
     (group,) = batch_of([(0.0, TURNS), (1.0, REWRITTEN), (0.0, TURNS), (0.0, [([5], [6])]), (0.0, SHORTENED)]).groups
-    group = Group(task=task, episodes=tuple(each.updated(task=task) for each in group.episodes))
+    group = Group(task=task, episodes=tuple(episode.updated(task=task) for episode in group.episodes))
     hints = ["7 7", "8", None, "9", "8"]
     teachers = teachers_of(scorer := Scorer())
     teachers._tokenizer = Spelled()  # type: ignore[assignment]
     batch = Batch(groups=(group,), version=0)
-    found = score(teachers, batch, hint=lambda _, index: hints[index])
+    scores = score(teachers, batch, hint=lambda _, index: hints[index])
     assert sorted(scorer.asked) == [[1, 2, 7, 7, 3, 4, 5, 6], [1, 2, 8, 3, 4], [1, 2, 8, 3, 4], [1, 2, 8, 9, 6]]
-    first, second, third, fourth, fifth = found.logprobs[0]
+    first, second, third, fourth, fifth = scores.logprobs[0]
     assert first.tolist() == [-17.0, -20.0, -29.0]
     assert second[:2].tolist() == [-11.0, -14.0]
     assert np.isnan(second[2]), "its history was rewritten"
     assert np.isnan(third).all()
     assert np.isnan(fourth).all(), "it was shown something else than its task"
     assert fifth.tolist() == [-11.0, -14.0, -20.0]
-    assert (found.failed, found.unhinted, found.unscored) == (0, 2, 1)
+    assert (scores.failed, scores.unhinted, scores.unscored) == (0, 2, 1)
     with pytest.raises(ConfigError, match="no hint can be added"):
         score(teachers, batch, hint=lambda _, index: "9" if index == 3 else None)
     assert score(teachers, batch, hint=lambda *_: None).unhinted == 5
@@ -176,21 +178,23 @@ def hinted(kind: Hint, truth: dict[str, object], *rewards: tuple[float, str, str
     task = Task(id="1", source="math", messages=({"role": "user", "content": "2 + 3?"},), truth=truth)
     turn = Turn(prompt_ids=(1,), token_ids=(2,), logprobs=(-1,), versions=(0,), text="")
     episodes = tuple(
-        Episode(task=task, turns=(turn,), output=text, score=Score(total=total, feedback=said))
-        for total, text, said in rewards
+        Episode(task=task, turns=(turn,), output=text, score=Score(total=total, feedback=hint_text))
+        for total, text, hint_text in rewards
     )
     return [hint_of(Group(task=task, episodes=episodes), index, kind) for index in range(len(episodes))]
 
 
 def test_hints_are_the_solution_the_demonstration_or_feedback():
-    one = (0.0, "wrong", "")
+    reward = (0.0, "wrong", "")
     solution = "This is a reference solution:\n\n{}\n\nNow answer the question yourself."
-    assert hinted("solution", {"answer": 5}, one) == [solution.format(5)]
-    assert hinted("solution", {"answer": 5, "solution": "2 + 3 = 5"}, one) == [solution.format("2 + 3 = 5")]
-    assert hinted("solution", {"demonstration": "x"}, one) == hinted("demonstration", {"answer": 5}, one) == [None]
-    ((shown,)) = hinted("demonstration", {"demonstration": "like this"}, one)
-    assert shown is not None
-    assert "\n\nlike this\n\n" in shown
+    assert hinted("solution", {"answer": 5}, reward) == [solution.format(5)]
+    assert hinted("solution", {"answer": 5, "solution": "2 + 3 = 5"}, reward) == [solution.format("2 + 3 = 5")]
+    assert (
+        hinted("solution", {"demonstration": "x"}, reward) == hinted("demonstration", {"answer": 5}, reward) == [None]
+    )
+    ((hint,)) = hinted("demonstration", {"demonstration": "like this"}, reward)
+    assert hint is not None
+    assert "\n\nlike this\n\n" in hint
     group = [(0.0, "wrong", "3 tests fail"), (0.5, "<think>5?</think> five", ""), (1.0, "5", "")]
     wrong, fair, best = hinted("feedback", {}, *group)
     correct = "This is a correct answer:\n\n{}\n\nNow answer the question correctly yourself."
@@ -219,11 +223,11 @@ def test_a_hint_cannot_write_control_tokens():
 def test_an_episode_that_fails_is_left_out_and_counted():
     batch = batch_of([(0.0, [([1, 2], [3])]), (1.0, [([1, 2], [4])])])
     warnings: list[str] = []
-    found = score(teachers_of(Scorer(refuses=(4,)), warn=warnings.append), batch, top_k=2)
-    assert found.logprobs[0][0].tolist() == [-3.0]
-    assert np.isnan(found.logprobs[0][1]).all()
-    assert np.isnan(found.top_logprobs[0][1]).all()
-    assert found.failed == 1
+    scores = score(teachers_of(Scorer(refuses=(4,)), warn=warnings.append), batch, top_k=2)
+    assert scores.logprobs[0][0].tolist() == [-3.0]
+    assert np.isnan(scores.logprobs[0][1]).all()
+    assert np.isnan(scores.top_logprobs[0][1]).all()
+    assert scores.failed == 1
     (warning,) = warnings
     assert warning.startswith("1 of 2 episodes were not scored by their teacher: ")
     assert "it died" in warning
@@ -247,20 +251,20 @@ def test_a_bug_is_raised():
 
 
 def test_tokens_in_whose_place_the_teacher_has_padding_are_left_out():
-    found = score(teachers_of(Scorer(beyond=4)), batch_of([(0.0, TURNS)]), top_k=2)
-    assert np.isnan(found.top_logprobs[0][0]).all(axis=1).tolist() == [False, True, False]
-    assert found.top_ids[0][0].max() < VOCAB
-    assert np.isfinite(found.logprobs[0][0]).all()
+    scores = score(teachers_of(Scorer(beyond=4)), batch_of([(0.0, TURNS)]), top_k=2)
+    assert np.isnan(scores.top_logprobs[0][0]).all(axis=1).tolist() == [False, True, False]
+    assert scores.top_ids[0][0].max() < VOCAB
+    assert np.isfinite(scores.logprobs[0][0]).all()
 
 
 def test_tokens_that_a_teacher_cannot_score_are_masked_and_counted():
     batch = batch_of([(0.0, TURNS), (1.0, TURNS)])
-    found = score(teachers_of(Scorer(control={4: -np.inf, 6: np.nan})), batch)
-    assert [np.isfinite(each).tolist() for each in found.logprobs[0]] == [[True, False, False]] * 2
-    assert found.metrics(batch)["teacher/unscored"] == found.unscored == 4
-    ((advantages, _),) = teacher_advantages(batch, found.logprobs)
+    scores = score(teachers_of(Scorer(control={4: -np.inf, 6: np.nan})), batch)
+    assert [np.isfinite(logprobs).tolist() for logprobs in scores.logprobs[0]] == [[True, False, False]] * 2
+    assert scores.metrics(batch)["teacher/unscored"] == scores.unscored == 4
+    ((advantages, _),) = teacher_advantages(batch, scores.logprobs)
     assert (advantages != 0).tolist() == [True, False, False]
-    packed = pack(batch, teacher_advantages(batch, found.logprobs), Layout(seq_len=64))
+    packed = pack(batch, teacher_advantages(batch, scores.logprobs), Layout(seq_len=64))
     assert packed.trained_tokens == 6
     assert sum(int((row.advantages != 0).sum()) for row in packed.rows) == 2
     with pytest.raises(ServiceError, match="none of 6 tokens has a finite logprob"):
@@ -269,11 +273,11 @@ def test_tokens_that_a_teacher_cannot_score_are_masked_and_counted():
 
 def test_rewards_are_added_to_the_teachers_advantages():
     batch = batch_of([(0.0, [([1, 2], [3])]), (1.0, [([1, 2], [3])])])
-    found = score(teachers_of(Scorer()), batch)
-    alone = np.array(teacher_advantages(batch, found.logprobs)[0])
-    both = np.array(teacher_advantages(batch, found.logprobs, coef=0.5, reward_coef=2.0)[0])
+    scores = score(teachers_of(Scorer()), batch)
+    alone = np.array(teacher_advantages(batch, scores.logprobs)[0])
+    advantages = np.array(teacher_advantages(batch, scores.logprobs, coef=0.5, reward_coef=2.0)[0])
     half = 2 * 0.5 / (np.sqrt(0.5) + 1e-4)  # of (1 - 0.5) / std, for the right episode
-    np.testing.assert_allclose(both - 0.5 * alone, [[-half], [half]], rtol=1e-4)
+    np.testing.assert_allclose(advantages - 0.5 * alone, [[-half], [half]], rtol=1e-4)
 
 
 def test_each_source_has_its_teacher():
@@ -284,9 +288,9 @@ def test_each_source_has_its_teacher():
 
     policy, math = Scorer(), Scorer()
     batch = Batch(groups=(group("math"), group("other")), version=0)
-    found = score(teachers_of(policy, math=math), batch).metrics(batch)
+    metrics = score(teachers_of(policy, math=math), batch).metrics(batch)
     assert (policy.asked, math.asked) == ([[1, 5]], [[1, 4]])
-    assert {name: value for name, value in found.items() if "kl" in name} == {
+    assert {name: value for name, value in metrics.items() if "kl" in name} == {
         "teacher/kl": 0.0,
         "teacher/kl/math": 0.0,
         "teacher/kl/other": 0.0,
@@ -294,12 +298,12 @@ def test_each_source_has_its_teacher():
 
 
 def test_flags_name_teachers_and_the_mixture_needs_one_for_each_source():
-    found = TeachersConfig(models=("math=org/big", "policy"), replicas=2)
-    assert found.by_source == {"math": "org/big", "": "policy"}
-    assert found.names == ["org/big"]
-    found.check_sources(["math", "code"])
+    config = TeachersConfig(models=("math=org/big", "policy"), replicas=2)
+    assert config.by_source == {"math": "org/big", "": "policy"}
+    assert config.names == ["org/big"]
+    config.check_sources(["math", "code"])
     with pytest.raises(ConfigError, match="no source is called math"):
-        found.check_sources(["maths"])
+        config.check_sources(["maths"])
     with pytest.raises(ConfigError, match="the source code has no teacher"):
         TeachersConfig(models=("math=org/big",)).check_sources(["math", "code"])
     with pytest.raises(ConfigError, match="no teacher is given"):
@@ -317,11 +321,11 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path):
     check_same_tokens("itself", model, model)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         shutil.copy(model / name, tmp_path / name)
-    given = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocab = given["model"]["vocab"]
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
     a, b = list(vocab)[1000:1002]
     vocab[a], vocab[b] = vocab[b], vocab[a]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(given))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match="the teacher other has another tokenizer than the policy: 2 tokens differ"):
         check_same_tokens("the teacher other", tmp_path, model)
 
@@ -336,9 +340,9 @@ def test_a_plan_counts_the_teachers(tmp_path: Path):
     folders = {str(big): big}
     alone = plan_run(config, RunModels(policy=policy))
     models = RunModels(policy=policy, teachers=config.teachers, teacher_folders=folders)
-    found = plan_run(config, models)
-    assert found[: len(alone)] == alone
-    (teacher,) = found[len(alone) :]
+    needs = plan_run(config, models)
+    assert needs[: len(alone)] == alone
+    (teacher,) = needs[len(alone) :]
     assert (teacher.who, teacher.count) == (f"engine of the teacher {big}", 2)
     weights = sum(file.stat().st_size for file in big.glob("*.safetensors"))
     assert teacher.parts["weights, 4 bytes each"] == pytest.approx(weights, rel=0.01)
@@ -348,11 +352,11 @@ def test_a_plan_counts_the_teachers(tmp_path: Path):
 def test_a_teachers_engines_have_room_for_hints_and_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_model(tmp_path, vocab_size=43, max_position_embeddings=1100)
     policy = GeneratorConfig(max_model_len=512, max_tokens=100, urls=("http://elsewhere:8000",), replicas=0)
-    found = engine_settings(TeachersConfig(models=("x",), kv_cache_gib=2), policy, tmp_path)
-    assert (found.max_model_len, found.kv_cache_gib, found.temperature) == (641, 2, 1.0)
-    assert (found.urls, found.replicas) == ((), 1), "the policy's servers hold another model"
-    found = engine_settings(TeachersConfig(), replace(policy, max_model_len=1000), tmp_path)
-    assert found.max_model_len == 1100, "as many as it has positions"
+    settings = engine_settings(TeachersConfig(models=("x",), kv_cache_gib=2), policy, tmp_path)
+    assert (settings.max_model_len, settings.kv_cache_gib, settings.temperature) == (641, 2, 1.0)
+    assert (settings.urls, settings.replicas) == ((), 1), "the policy's servers hold another model"
+    settings = engine_settings(TeachersConfig(), replace(policy, max_model_len=1000), tmp_path)
+    assert settings.max_model_len == 1100, "as many as it has positions"
     with pytest.raises(ConfigError, match=r"--teachers\.max-model-len is 2000, and the model has 1100") as caught:
         check_teachers(Config(), TeachersConfig(models=("x",), max_model_len=2000), {"x": tmp_path})
     assert "--generator" not in caught.value.hint
@@ -368,9 +372,9 @@ def test_a_teacher_that_does_not_exist_is_refused(tmp_path: Path):
 
 
 def test_scores_of_an_engine_are_validated():
-    good = {"logprobs": [-1.0, -2.0], "top_ids": [[1], [2]], "top_logprobs": [[-1.0], [-0.5]]}
-    assert validate_scores(ScoredTokens(**good), 2, 1, 3) == ""
-    excluded: Any = good | {"logprobs": [-np.inf, np.nan]}
+    fields = {"logprobs": [-1.0, -2.0], "top_ids": [[1], [2]], "top_logprobs": [[-1.0], [-0.5]]}
+    assert validate_scores(ScoredTokens(**fields), 2, 1, 3) == ""
+    excluded: Any = fields | {"logprobs": [-np.inf, np.nan]}
     assert validate_scores(ScoredTokens(**excluded), 2, 1, 3) == ""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"logprobs": [-1.0]}, "have logprobs of shape"),
@@ -379,6 +383,6 @@ def test_scores_of_an_engine_are_validated():
         ({"top_ids": [[1], [-1]]}, "not one of 3"),
         ({"logprobs": [0.5, -1.0]}, "a logprob is 0.5"),
     ]
-    for change, said in wrong:
-        assert said in validate_scores(ScoredTokens(**good | change), 2, 1, 3)
+    for change, problem in wrong:
+        assert problem in validate_scores(ScoredTokens(**fields | change), 2, 1, 3)
     assert validate_scores({}, 2, 1, 3) == "scores are of type dict"

@@ -52,9 +52,9 @@ def of_env(text: str) -> FlagText:
     ],
 )
 def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str], weight: float) -> None:
-    found = of_tasks(text)
-    assert (found.title, found.name, found.raw_params, found.weight) == (title, name, written, weight)
-    assert found.is_code == (".py" in text)
+    spec = of_tasks(text)
+    assert (spec.title, spec.name, spec.raw_params, spec.weight) == (title, name, written, weight)
+    assert spec.is_code == (".py" in text)
 
 
 @pytest.mark.parametrize(
@@ -73,30 +73,30 @@ def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str
     ],
 )
 def test_texts_of_rewards(text: str, name: str, written: dict[str, str], weight: float) -> None:
-    found = of_reward(text)
-    assert (found.name, found.raw_params, found.weight) == (name, written, weight)
-    assert found.is_code == (":" in name)
-    assert found.title == ("style" if text.startswith("style") else "")
+    spec = of_reward(text)
+    assert (spec.name, spec.raw_params, spec.weight) == (name, written, weight)
+    assert spec.is_code == (":" in name)
+    assert spec.title == ("style" if text.startswith("style") else "")
 
 
 def test_texts_of_environments() -> None:
-    found = of_env("adapter:http://localhost:1/a?b=c,sessions=4,deep=true,names=[1,2],text=a b")
-    assert (found.name, found.argument) == ("adapter", "http://localhost:1/a?b=c")
-    assert found.params == {"sessions": 4, "deep": True, "names": [1, 2], "text": "a b"}
+    spec = of_env("adapter:http://localhost:1/a?b=c,sessions=4,deep=true,names=[1,2],text=a b")
+    assert (spec.name, spec.argument) == ("adapter", "http://localhost:1/a?b=c")
+    assert spec.params == {"sessions": 4, "deep": True, "names": [1, 2], "text": "a b"}
     assert of_env("tools:text=2*3").params == {"text": "2*3"}, "an environment has no weight"
     assert of_env("./mine.py:World,rooms=3") == FlagText(name="./mine.py:World", params={"rooms": 3}, is_code=True)
 
 
 def test_values_are_read() -> None:
     for listed in ('["+","*"]', "['+', '*']", "[+,*]"):
-        found = of_tasks(f"basic_arithmetic:operators={listed},allow_negation=false,format_style=natural,most=none*2")
-        assert found.params == {
+        spec = of_tasks(f"basic_arithmetic:operators={listed},allow_negation=false,format_style=natural,most=none*2")
+        assert spec.params == {
             "operators": ["+", "*"],
             "allow_negation": False,
             "format_style": "natural",
             "most": None,
         }
-        assert found.weight == 2
+        assert spec.weight == 2
     assert of_tasks('basic_arithmetic:operators=["*"]').weight == 1
 
 

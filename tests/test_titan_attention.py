@@ -40,19 +40,21 @@ def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
     assert max(sizes) <= mask_bytes
     assert len(sizes) > 3 or mask_bytes > 1000
     generator = torch.Generator().manual_seed(0)
-    found, expected = (
+    results, expected = (
         [torch.randn(1, len(row), heads, 8, generator=generator.manual_seed(heads)) for heads in (4, 2, 2)]
         for _ in range(2)
     )
-    for inputs in (found, expected):
+    for inputs in (results, expected):
         for x in inputs:
             x.requires_grad_()
     q, k, v = (x.transpose(1, 2) for x in expected)
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
-    by_tree = TreeAttention(TreeAttention.Config())(*found, attention_masks=masks, enable_gqa=True)
-    torch.testing.assert_close(by_tree, whole.transpose(1, 2))
-    (by_tree.square().sum() + whole.square().sum()).backward()
-    for mine, theirs in zip(found, expected, strict=True):
+    attention_output = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense_mask(row), enable_gqa=True
+    )
+    by_tree = TreeAttention(TreeAttention.Config())(*results, attention_masks=masks, enable_gqa=True)
+    torch.testing.assert_close(by_tree, attention_output.transpose(1, 2))
+    (by_tree.square().sum() + attention_output.square().sum()).backward()
+    for mine, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
@@ -65,29 +67,29 @@ def test_sinks_and_windows_over_trees_are_a_softmax_with_one_more_score(window: 
     if window is not None:
         mask &= row.positions[:, None] - row.positions < window
     torch.manual_seed(0)
-    given = [3 * torch.randn(size, dtype=torch.float64) for size in ((1, len(row), n, 8) for n in (4, 2, 2))]
-    given.append(3 * torch.randn(4, dtype=torch.float64))
-    found, expected = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    inputs = [3 * torch.randn(size, dtype=torch.float64) for size in ((1, len(row), n, 8) for n in (4, 2, 2))]
+    inputs.append(3 * torch.randn(4, dtype=torch.float64))
+    tree_inputs, expected = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     masks = attention_mask(row, window=4)
-    own = masks["basic_mask" if window is None else "sliding_window_mask"]
-    sinks = found.pop()
+    family_mask = masks["basic_mask" if window is None else "sliding_window_mask"]
+    sinks = tree_inputs.pop()
     attention = TreeAttention(TreeAttention.Config())(
-        *found,
-        attention_masks=own,
+        *tree_inputs,
+        attention_masks=family_mask,
         scale=0.3,
         enable_gqa=True,
         out_transform=lambda out, sums: apply_attention_sink_rescale(out, sums, sinks),
     )
-    found.append(sinks)
+    tree_inputs.append(sinks)
     q, k, v, scores_of_sinks = expected
     k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
     scores = torch.einsum("bqnh,bknh->bnqk", q, k).mul(0.3).masked_fill(~mask, -torch.inf)
     column = scores_of_sinks[None, :, None, None].expand(1, 4, len(row), 1)
     shares = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-    whole = torch.einsum("bnqk,bknh->bqnh", shares, v)
-    torch.testing.assert_close(attention, whole)
-    (attention.square().sum() + whole.square().sum()).backward()
-    for mine, theirs in zip(found, expected, strict=True):
+    attention_output = torch.einsum("bnqk,bknh->bqnh", shares, v)
+    torch.testing.assert_close(attention, attention_output)
+    (attention.square().sum() + attention_output.square().sum()).backward()
+    for mine, theirs in zip(tree_inputs, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
@@ -101,13 +103,15 @@ def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
     row = replace(
         empty_row(),
         token_ids=torch.zeros(92),
-        trees=torch.tensor([each for part in trees for each in part]),
-        until=torch.tensor([each for part in until for each in part]),
+        trees=torch.tensor([tree for part in trees for tree in part]),
+        until=torch.tensor([end for part in until for end in part]),
     )
     q, k, v = (torch.randn(1, heads, 92, 8) for heads in (4, 2, 2))
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
+    attention_output = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense_mask(row), enable_gqa=True
+    )
     part, _ = attention.attend_trees(q[:, :, queries], k, v, attention.tree_masks(row, queries), None)
-    torch.testing.assert_close(part, whole[:, :, queries])
+    torch.testing.assert_close(part, attention_output[:, :, queries])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -121,10 +125,10 @@ def test_a_long_branch_is_split_for_all_threads_and_one_key_head_at_a_time(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     until = torch.tensor([90] * 90 + [95] * 5)
     row = replace(empty_row(), token_ids=torch.zeros(95), trees=(until > 90).int(), until=until)
-    given = [torch.randn(1, h, 95, 8, dtype=torch.float64) for h in (heads, key_heads, key_heads)]
-    found, expected = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    inputs = [torch.randn(1, h, 95, 8, dtype=torch.float64) for h in (heads, key_heads, key_heads)]
+    split_inputs, expected = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
     out, sums = attention.attend_trees(
-        found[0][:, :, queries], *found[1:], attention.tree_masks(row, queries), scale=0.7
+        split_inputs[0][:, :, queries], *split_inputs[1:], attention.tree_masks(row, queries), scale=0.7
     )
     q, k, v = expected
     k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
@@ -133,17 +137,19 @@ def test_a_long_branch_is_split_for_all_threads_and_one_key_head_at_a_time(
     torch.testing.assert_close(sums, scores.logsumexp(-1))
     ((scores.softmax(-1) @ v).square().sum() + scores.logsumexp(-1).square().sum()).backward()
     (out.square().sum() + sums.square().sum()).backward()
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(split_inputs, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("size", [4096, 6000])
 def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
-    at = torch.arange(size)
+    positions = torch.arange(size)
 
     def mask_of(*, branched: bool, window: int | None = None) -> attention.TreeMask:
         until = torch.full((size,), size, dtype=torch.int32)
-        return attention.TreeMask(first=0, until=until, queries=size, branched=branched, positions=at, window=window)
+        return attention.TreeMask(
+            first=0, until=until, queries=size, branched=branched, positions=positions, window=window
+        )
 
     mask = mask_of(branched=False, window=size)
     assert [bias for _, _, bias in mask.blocks(torch.float32)] == [None]
@@ -161,15 +167,15 @@ def test_a_chunked_head_gives_the_same_logprobs_and_gradients(monkeypatch: pytes
     results, product = [], titan_head._product
     for chunk in (10, 4):
         monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", chunk * 43 * 4)
-        given = hidden.clone().requires_grad_()
+        head_input = hidden.clone().requires_grad_()
         sizes: list[int] = []
         monkeypatch.setattr(
             titan_head,
             "_product",
             lambda hidden, *args, sizes=sizes: sizes.append(len(hidden)) or product(hidden, *args),
         )
-        logprobs, entropy, *_ = head(given, targets, Scoring(temperature=0.7))
-        gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])
+        logprobs, entropy, *_ = head(head_input, targets, Scoring(temperature=0.7))
+        gradients = torch.autograd.grad(logprobs.exp().sum(), [head_input, head.weight])
         results.append((logprobs, entropy, *gradients))
         assert sizes == ([10] if chunk == 10 else [4, 4, 2, 2, 4, 4]), (
             "the backward pass computes chunks again, last first"
@@ -190,7 +196,7 @@ def test_chunks_of_a_bfloat16_head_add_up_as_exactly_as_one(monkeypatch: pytest.
     for tokens in (2048, 16):
         monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", tokens * 200 * 4)
         logprobs, *_ = head(hidden, targets)
-        (found,) = torch.autograd.grad((logprobs * torch.linspace(-1, 1, 2048)).sum(), head.weight)
-        assert found.dtype == torch.bfloat16
-        off.append(float((found - exact).norm() / exact.norm()))
+        (gradient,) = torch.autograd.grad((logprobs * torch.linspace(-1, 1, 2048)).sum(), head.weight)
+        assert gradient.dtype == torch.bfloat16
+        off.append(float((gradient - exact).norm() / exact.norm()))
     assert off[1] < 1.01 * off[0], "the gradient of all chunks is rounded once"

@@ -25,14 +25,14 @@ def test_a_non_finite_gradient_skips_its_update_without_a_trace(value: float, tm
     first = packed(random_batch(0, vocab=43))
     second = packed(random_batch(1, vocab=43, groups=4), minibatches=2)
     episode = int(second.minibatches[0].rows[0].episodes.max())
-    for each in (engine, other):
-        step(each, first)
-    found = engine.train_batch(
+    for policy in (engine, other):
+        step(policy, first)
+    step_metrics = engine.train_batch(
         second.minibatches,
         StepRequest(loss=Broken(episode=episode, value=value), total_updates=TOTAL_UPDATES, version=0),
     ).metrics
     expected = step(other, replace(second, minibatches=second.minibatches[1:]))
-    assert found == [None, expected], "the next one is on the published weights still"
+    assert step_metrics == [None, expected], "the next one is on the published weights still"
     assert engine.updates == other.updates == 2
     assert furthest(hf_weights(engine.model), hf_weights(other.model)) == 0
 
@@ -41,22 +41,22 @@ def test_a_non_finite_gradient_skips_its_update_without_a_trace(value: float, tm
 def test_a_step_that_fails_leaves_nothing_behind(dtype: str, tmp_path: Path):
     make_model(tmp_path)
     clean, failed = (engine_of(tmp_path, dtype=dtype) for _ in range(2))
-    bad = packed(random_batch(0, vocab=43, groups=4), seq_len=32)
-    good = packed(random_batch(1, vocab=43, groups=4), seq_len=32)
-    first, again = (reduce(step(engine, good)) for engine in (clean, failed))
-    assert first == again
+    failing_batch = packed(random_batch(0, vocab=43, groups=4), seq_len=32)
+    sound_batch = packed(random_batch(1, vocab=43, groups=4), seq_len=32)
+    first, second_metrics = (reduce(step(engine, sound_batch)) for engine in (clean, failed))
+    assert first == second_metrics
     before = training_state(failed.model, failed.optimizer, {})
-    kept = {name: block.values.clone() for name, block in before.items()}
-    for at in (1, len(bad.rows)):
+    values_before = {name: block.values.clone() for name, block in before.items()}
+    for failing_call in (1, len(failing_batch.rows)):
         with pytest.raises(LossError, match=r"ValueError: a bug of a user \(.*test_titan_train.py:\d+\)"):
-            step(failed, bad, loss=Failing(at=at))
+            step(failed, failing_batch, loss=Failing(at=failing_call))
         assert all(parameter.grad is None for parameter in failed.model.parameters())
         after = training_state(failed.model, failed.optimizer, {})
-        assert after.keys() == kept.keys()
-        assert all(torch.equal(after[name].values, values) for name, values in kept.items())
+        assert after.keys() == values_before.keys()
+        assert all(torch.equal(after[name].values, values) for name, values in values_before.items())
         assert (failed.updates, len(failed.optimizer.state)) == (1, len(list(failed.model.parameters())))
     failed.planned = clean.planned
-    assert reduce(step(clean, good)) == reduce(step(failed, good))
+    assert reduce(step(clean, sound_batch)) == reduce(step(failed, sound_batch))
     assert furthest(hf_weights(clean.model), hf_weights(failed.model)) == 0
 
 

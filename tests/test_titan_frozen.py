@@ -163,7 +163,7 @@ def test_a_publish_with_frozen_weights_writes_the_others_only(tmp_path: Path):
     second = publish(engine, tmp_path, base=first)
     rewritten = {entry.name for key in (bucket.key for bucket in second.written) for entry in second.entries[key]}
     assert rewritten == {name for name in hf_weights(engine.model) if not is_frozen(name)}
-    found = read_whole(second)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
-    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in second.tensors)
+    tensors = read_whole(second)
+    assert same(tensors, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
+    assert all(entry.fingerprint == fingerprint(tensors[entry.name], entry.shape) for entry in second.tensors)
     forget(second)

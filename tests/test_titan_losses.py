@@ -34,9 +34,9 @@ class OverAll(ClippedSurrogate):
         return {"mean": gaps.mean(), "ranks": ranks + order, "wide": torch.stack([gaps, -gaps], dim=1)}
 
     def token_losses(self, logprobs: Any, old: Any, advantages: Any, inputs: LossInputs) -> Any:
-        found = inputs.statistics
-        torch.testing.assert_close(found["wide"].sum(dim=1), torch.zeros_like(logprobs))
-        return -(1 + found["mean"].exp() + found["ranks"]) * advantages * logprobs, {}
+        statistics = inputs.statistics
+        torch.testing.assert_close(statistics["wide"].sum(dim=1), torch.zeros_like(logprobs))
+        return -(1 + statistics["mean"].exp() + statistics["ranks"]) * advantages * logprobs, {}
 
 
 def scattered_batch() -> Batch:
@@ -65,18 +65,18 @@ SELECTING: list[Loss] = [M2po(), ClipCov(cov_ratio=0.2, cov_low=0.01), KlCov(cov
 )
 def test_statistics_do_not_depend_on_the_layout_of_rows(loss: Loss, tmp_path: Path):
     make_model(tmp_path)
-    found, scattered = [], []
+    results, scattered = [], []
     for seq_len in (256, 40):
         engine = engine_of(tmp_path, seq_len=seq_len)
         laid = packed(scattered_batch(), seq_len=seq_len)
         scattered.append("episode" in laid.minibatches[0].scattered)
         before = hf_weights(engine.model)
         metrics = reduce(step(engine, laid, loss=loss))
-        found.append((metrics["loss"], metrics["grad_norm"], hf_weights(engine.model)))
+        results.append((metrics["loss"], metrics["grad_norm"], hf_weights(engine.model)))
         assert moved(engine, before) > 1e-6
     assert scattered == [False, True]
-    assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-10)
-    assert furthest(found[0][2], found[1][2]) < 1e-10
+    assert results[1][:2] == pytest.approx(results[0][:2], rel=1e-10)
+    assert furthest(results[0][2], results[1][2]) < 1e-10
 
 
 def test_components_have_means_of_their_own_and_do_not_dilute_each_other(tmp_path: Path):
@@ -86,15 +86,17 @@ def test_components_have_means_of_their_own_and_do_not_dilute_each_other(tmp_pat
     parts: dict[str, Loss] = {"policy": LOSS, "entropy": Entropy(), "echo": CrossEntropy(on="observations")}
     for loss in (*parts.values(), LossSum(parts, {"entropy": -0.5, "echo": 2.0})):
         engine = engine_of(tmp_path, optimizer=replace(OPTIMIZER, max_grad_norm=1e9))
-        kept: list[torch.Tensor] = []
+        step_gradients: list[torch.Tensor] = []
         engine.optimizer.register_step_pre_hook(
-            lambda *_, engine=engine, kept=kept: kept.extend(p.grad.clone() for p in engine.model.parameters())
+            lambda *_, engine=engine, kept=step_gradients: kept.extend(
+                p.grad.clone() for p in engine.model.parameters()
+            )
         )
         metrics = reduce(step(engine, laid, loss=loss))
-        gradients.append(torch.cat([each.flatten() for each in kept]))
+        gradients.append(torch.cat([gradient.flatten() for gradient in step_gradients]))
     assert "loss/policy/clipped" in metrics
     policy, entropy, echo, together = gradients
-    assert all(each.norm() > 1e-3 for each in gradients)
+    assert all(gradient.norm() > 1e-3 for gradient in gradients)
     torch.testing.assert_close(together, policy - 0.5 * entropy + 2 * echo, rtol=1e-9, atol=1e-12)
 
 
@@ -103,15 +105,15 @@ def test_a_loss_for_each_source_is_that_loss_if_all_sources_have_the_same(tmp_pa
     batch = random_batch(0, vocab=43, groups=3)
     named = [replace(g, task=replace(g.task, source=name)) for g, name in zip(batch.groups, "abc", strict=True)]
     laid = packed(replace(batch, groups=tuple(named)))
-    found = []
+    results = []
     for loss in (Gspo(), LossBySource({"a": Gspo(), "": Gspo()}), LossBySource({"a": Gspo(), "": Topr()})):
         engine = engine_of(tmp_path)
-        found.append((reduce(step(engine, laid, loss=loss)), hf_weights(engine.model)))
-    assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-10)
-    assert furthest(found[0][1], found[1][1]) < 1e-12
-    assert furthest(found[0][1], found[2][1]) > 1e-6
-    assert {"loss/a/clipped", "loss/clipped"} <= found[1][0].keys()
-    assert {"loss/a/clipped", "loss/weight"} <= found[2][0].keys()
+        results.append((reduce(step(engine, laid, loss=loss)), hf_weights(engine.model)))
+    assert results[1][0]["loss"] == pytest.approx(results[0][0]["loss"], rel=1e-10)
+    assert furthest(results[0][1], results[1][1]) < 1e-12
+    assert furthest(results[0][1], results[2][1]) > 1e-6
+    assert {"loss/a/clipped", "loss/clipped"} <= results[1][0].keys()
+    assert {"loss/a/clipped", "loss/weight"} <= results[2][0].keys()
 
 
 def test_metrics_of_a_loss_for_a_source_are_means_over_its_own_tokens(tmp_path: Path):
@@ -119,13 +121,14 @@ def test_metrics_of_a_loss_for_a_source_are_means_over_its_own_tokens(tmp_path: 
     batch = random_batch(0, vocab=43, groups=3)
     named = [replace(g, task=replace(g.task, source=name)) for g, name in zip(batch.groups, "abb", strict=True)]
     laid = packed(replace(batch, groups=tuple(named)))
-    one = ClippedSurrogate(correction=Correction(proximal="recompute", mode="truncate", high=2.0))
-    whole, parts = (
-        reduce(step(engine_of(tmp_path), laid, loss=loss)) for loss in (one, LossBySource({"a": one, "": one}))
+    surrogate = ClippedSurrogate(correction=Correction(proximal="recompute", mode="truncate", high=2.0))
+    metrics, parts = (
+        reduce(step(engine_of(tmp_path), laid, loss=loss))
+        for loss in (surrogate, LossBySource({"a": surrogate, "": surrogate}))
     )
     counts = [sum(episode.response_tokens for episode in group.episodes) for group in batch.groups]
     for name in ("ratio", "surrogate", "correction/weight"):
         of_sources = counts[0] * parts[f"loss/a/{name}"] + sum(counts[1:]) * parts[f"loss/{name}"]
-        assert of_sources / sum(counts) == pytest.approx(whole[f"loss/{name}"], rel=1e-9)
+        assert of_sources / sum(counts) == pytest.approx(metrics[f"loss/{name}"], rel=1e-9)
     assert parts["loss/a/ratio"] == pytest.approx(1.0), "the update is the first one"
     assert parts["loss/a/correction/ess"] > 0.5

@@ -129,9 +129,9 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
     token_ids = torch.randint(0, 43, (60,), generator=torch.Generator().manual_seed(2))
     row = row_of(token_ids)
     masks = attention_mask(row, window=read_architecture(tmp_path).window)
-    found = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
-    pull = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
-    for logits in (found, logits_of(reference, token_ids)):
+    model_logits = model(row.token_ids[None], positions=row.positions[None], attention_masks=masks)[0]
+    pull = torch.randn(model_logits.shape, generator=torch.Generator().manual_seed(3))
+    for logits in (model_logits, logits_of(reference, token_ids)):
         (logits * pull).sum().backward()
     theirs = {name: weight.grad for name, weight in reference.named_parameters()}
     compared = 0
@@ -173,14 +173,14 @@ def test_logprobs_are_those_of_transformers(temperature: float, tmp_path: Path):
     reference = in_float64(reference, engine.model)
     batch = random_batch(3, vocab=43)
     laid = packed(batch)
-    found = unpack(laid, engine.logprobs(laid.rows, temperature=temperature))
+    engine_logprobs = unpack(laid, engine.logprobs(laid.rows, temperature=temperature))
     for index, episode in enumerate(batch.episodes):
         (segment,) = episode.segments
         ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         with torch.no_grad():
             logprobs = (logits_of(reference, ids) / temperature).log_softmax(-1)
         expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
-        assert (found[index] - expected).abs().max() < 1e-10
+        assert (engine_logprobs[index] - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -217,5 +217,5 @@ def test_padding_changes_nothing(tmp_path: Path):
 
 def test_a_row_without_targets_has_no_logprobs(tmp_path: Path):
     make_model(tmp_path)
-    (found,) = engine_of(tmp_path).logprobs([row_of(torch.arange(5))], temperature=1.0)
-    assert found.tolist() == [0] * 5
+    (logprobs,) = engine_of(tmp_path).logprobs([row_of(torch.arange(5))], temperature=1.0)
+    assert logprobs.tolist() == [0] * 5

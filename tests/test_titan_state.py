@@ -41,8 +41,8 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 def engine_of(folder: Path, **settings: Any) -> TitanEngine:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
-    given = {"dtype": "float32", "seq_len": 256, "optimizer": config, **settings}
-    return TitanEngine(folder, TrainSettings(**given))
+    train_settings = {"dtype": "float32", "seq_len": 256, "optimizer": config, **settings}
+    return TitanEngine(folder, TrainSettings(**train_settings))
 
 
 def train(engine: TitanEngine, seeds: range, *, ranks: int = 1) -> None:
@@ -76,8 +76,8 @@ def test_a_run_that_has_not_stepped_can_be_saved(tmp_path: Path):
     engine, resumed = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
     save(engine, tmp_path / "saved", tmp_path / "hf")
     resumed.load_training_state(tmp_path / "saved" / "training")
-    for each in (engine, resumed, fresh := engine_of(tmp_path / "hf")):
-        train(each, range(1))
+    for policy in (engine, resumed, fresh := engine_of(tmp_path / "hf")):
+        train(policy, range(1))
     assert same(hf_weights(resumed.model), hf_weights(engine.model))
     assert same(hf_weights(fresh.model), hf_weights(engine.model)), "saving changed the run"
 
@@ -100,8 +100,8 @@ def test_a_run_is_saved_and_resumed_on_a_disk_that_it_reaches_by_requests(tmp_pa
     resumed = engine_of(tmp_path / "hf")
     training = FolderServer(tmp_path / "far" / "training", read_only=True)
     assert answered(training, resumed.load_training_state, max_requests=2000) == 7
-    for each in (engine, resumed):
-        train(each, range(1, 2))
+    for policy in (engine, resumed):
+        train(policy, range(1, 2))
     assert same(hf_weights(resumed.model), hf_weights(engine.model))
     (tmp_path / "far" / "training" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"/far cannot be read: '__0_0\.distcp' is missing, or not a regular"):
@@ -119,30 +119,35 @@ def test_a_bfloat16_run_continues_bit_by_bit(family: str, tmp_path: Path):
     save(through, tmp_path / "saved", tmp_path / "hf")
     resumed = engine_of(tmp_path / "hf", dtype="bfloat16")
     resumed.load_training_state(tmp_path / "saved" / "training")
-    for each in (through, resumed):
-        train(each, range(1, 2))
+    for policy in (through, resumed):
+        train(policy, range(1, 2))
     assert same(hf_weights(resumed.model), hf_weights(through.model))
-    first, now = load_file(tmp_path / "hf" / "model.safetensors"), hf_weights(through.model)
-    assert {name for name in now if torch.equal(now[name], first[name])} == {
-        name for name in now if name.endswith("e_score_correction_bias")
+    first, current_weights = load_file(tmp_path / "hf" / "model.safetensors"), hf_weights(through.model)
+    assert {name for name in current_weights if torch.equal(current_weights[name], first[name])} == {
+        name for name in current_weights if name.endswith("e_score_correction_bias")
     }
 
 
 def test_multi_token_prediction_layers_are_exported_unchanged(tmp_path: Path):
     source, parts = tmp_path / "hf", DEEPSEEK_V3.names.parts
     make_model(source, "deepseek_v3")
-    kept = add_predicting_layer(source)
+    layer_weights = add_predicting_layer(source)
     assert predicting_layers(source, read_architecture(source)) == read_architecture(source).predicting_layers == 1
     first = load_file(source / "model.safetensors")
     engine = engine_of(source, dtype="bfloat16")
     train(engine, range(1))
     save(engine, tmp_path / "saved", source)
-    found = load_file(tmp_path / "saved" / "model" / "model.safetensors")
-    assert found.keys() == first.keys()
-    assert all(torch.equal(found[name], kept[name]) and found[name].dtype == torch.float16 for name in kept)
-    assert {name for name in found.keys() - kept if torch.equal(found[name].float(), first[name])} <= {
-        name for name in found if name.endswith("e_score_correction_bias")
-    }
+    exported_tensors = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    assert exported_tensors.keys() == first.keys()
+    assert all(
+        torch.equal(exported_tensors[name], layer_weights[name]) and exported_tensors[name].dtype == torch.float16
+        for name in layer_weights
+    )
+    assert {
+        name
+        for name in exported_tensors.keys() - layer_weights
+        if torch.equal(exported_tensors[name].float(), first[name])
+    } <= {name for name in exported_tensors if name.endswith("e_score_correction_bias")}
     assert logits_of(tmp_path / "saved" / "model").isfinite().all()
     moved = source.rename(tmp_path / "moved")
     with pytest.raises(CheckpointError, match="hf holds no safetensors file") as caught:
@@ -151,10 +156,10 @@ def test_multi_token_prediction_layers_are_exported_unchanged(tmp_path: Path):
     (tmp_path / "many").mkdir()
     Export(tmp_path / "saved" / "training", moved, torch.bfloat16, parts, file_bytes=8192).write(tmp_path / "many")
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    held = {path.name: load_file(path) for path in (tmp_path / "many").glob("*.safetensors")}
-    assert {name: file for file, tensors in held.items() for name in tensors} == index["weight_map"]
-    assert same({name: held[file][name] for name, file in index["weight_map"].items()}, found)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    shards = {path.name: load_file(path) for path in (tmp_path / "many").glob("*.safetensors")}
+    assert {name: file for file, tensors in shards.items() for name in tensors} == index["weight_map"]
+    assert same({name: shards[file][name] for name, file in index["weight_map"].items()}, exported_tensors)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in exported_tensors.values())
 
 
 def test_a_large_state_is_written_and_read_in_several_threads_and_a_failure_of_one_is_named(
@@ -246,8 +251,8 @@ def test_an_export_opens_in_transformers_with_the_same_logits(head: str, tmp_pat
     assert config["dtype"] == "float32"
     assert config["tie_word_embeddings"] == (head in ("tied", "tied, with a copy"))
     assert (folder / "chat_template.jinja").read_text() == "template"
-    again = engine_of(folder)
-    assert same(hf_weights(again.model), hf_weights(engine.model))
+    reopened_engine = engine_of(folder)
+    assert same(hf_weights(reopened_engine.model), hf_weights(engine.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -285,21 +290,25 @@ def test_what_a_family_publishes_is_its_folder(family: str, tmp_path: Path):
     make_model(tmp_path / "hf", family)
     (tmp_path / "segments").mkdir()
     manifest = publish(engine_of(tmp_path / "hf"), tmp_path / "segments")
-    found = read_whole(manifest)
+    published_tensors = read_whole(manifest)
     forget(manifest)
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     exact = {name for name in stored if name.endswith("e_score_correction_bias")}
-    assert same(found, {name: kept if name in exact else kept.bfloat16() for name, kept in stored.items()})
-    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
+    assert same(
+        published_tensors, {name: tensor if name in exact else tensor.bfloat16() for name, tensor in stored.items()}
+    )
+    assert all(
+        entry.fingerprint == fingerprint(published_tensors[entry.name], entry.shape) for entry in manifest.tensors
+    )
 
 
 def test_blocks_tile_a_weight_that_parallelism_cuts_unevenly():
     placements, mesh = (_StridedShard(0, split_factor=2), Shard(0)), (3, 2)
     plans = []
     for place in itertools.product(*map(range, mesh)):
-        here = block((7, 4), mesh, place, placements)
+        rank_slice = block((7, 4), mesh, place, placements)
         planner = SavePlanner()
-        part = Block(shape=(7, 4), tensor_slice=here, values=torch.empty(here.size))
+        part = Block(shape=(7, 4), tensor_slice=rank_slice, values=torch.empty(rank_slice.size))
         planner.set_up_planner(copied({"w": part}))
         plans.append(planner.create_local_plan())
     _, index = SavePlanner().create_global_plan(plans)
@@ -311,8 +320,8 @@ def test_blocks_tile_a_weight_that_parallelism_cuts_unevenly():
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path):
     make_model(tmp_path / "hf")
     engine, before = engine_of(tmp_path / "hf"), engine_of(tmp_path / "hf")
-    for each in (engine, before):
-        train(each, range(1))
+    for policy in (engine, before):
+        train(policy, range(1))
     disk = threading.Event()
     engine._saver._thread.submit(disk.wait, 60)  # it is slow
     for part in ("model", "training"):

@@ -55,7 +55,7 @@ def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
         reports = asyncio.run(transport().write(drafted[0], engine.local_shards(), rank=rank))
         hosts = ("a", "b")
         spread = draft(engine.specs(), version=2, dtype=torch.bfloat16, bucket_bytes=4096, hosts=hosts)
-        shards = [replace(each, values=each.values.clone()) for each in engine.shards_of_host(spread, hosts)]
+        shards = [replace(shard, values=shard.values.clone()) for shard in engine.shards_of_host(spread, hosts)]
         results[f"{name} of hosts"] = spread, shards
         published = hf_weights(engine.model)
         save(engine, base / "saved" / name, base / "hf" / name)
@@ -90,14 +90,14 @@ def two_ranks(
     base = tmp_path_factory.mktemp("two_ranks")
     make_model(base / "hf" / "untied", "llama", **ODD)
     make_model(base / "hf" / "tied", "qwen3", tie_word_embeddings=True, **ODD)
-    one = engine_of(base / "hf" / "untied", dtype="float64")
-    train(one, range(1))
-    save(one, base / "saved" / "by_one", base / "hf" / "untied")
-    train(one, range(1, 2))
+    one_rank_engine = engine_of(base / "hf" / "untied", dtype="float64")
+    train(one_rank_engine, range(1))
+    save(one_rank_engine, base / "saved" / "by_one", base / "hf" / "untied")
+    train(one_rank_engine, range(1, 2))
     shutil.copytree(base / "saved" / "by_one" / "training", base / "saved" / "by_one" / "broken")
     (data,) = (base / "saved" / "by_one" / "broken").glob("*.distcp")
     truncate(data)
-    return base, run_ranks(run_as_rank, 2, base), hf_weights(one.model)
+    return base, run_ranks(run_as_rank, 2, base), hf_weights(one_rank_engine.model)
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
@@ -106,31 +106,31 @@ def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoR
     assert all(rank[name][0] for rank in ranks), "a rank wrote nothing"
     manifest = complete(ranks[0][name][1], [rank[name][0] for rank in ranks])
     published = ranks[0][name][2]
-    found = read_whole(manifest)
+    tensors = read_whole(manifest)
     forget(manifest)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in published.items()})
-    assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
-    assert ("lm_head.weight" in found) == (name == "untied")
+    assert same(tensors, {name: tensor.bfloat16() for name, tensor in published.items()})
+    assert all(entry.fingerprint == fingerprint(tensors[entry.name], entry.shape) for entry in manifest.tensors)
+    assert ("lm_head.weight" in tensors) == (name == "untied")
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
 def test_ranks_of_two_hosts_bring_each_shard_to_its_tensors_writer(name: str, two_ranks: TwoRanks):
     _, ranks, _ = two_ranks
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for rank, host in enumerate("ab"):
         drafted, shards = ranks[rank][f"{name} of hosts"]
         mine = {bucket.key for bucket in drafted.buckets if bucket.host == host}
         assert mine
         entries = {entry.name: entry for entry in drafted.tensors}
-        for name_of, of in itertools.groupby(shards, key=lambda shard: shard.name):
+        for name_of, shards_of_name in itertools.groupby(shards, key=lambda shard: shard.name):
             entry = entries[name_of]
             assert entry.bucket in mine
-            whole = found.setdefault(name_of, torch.full(entry.shape, torch.nan, dtype=entry.torch_dtype))
-            for shard in of:
-                place = shard.tensor_slice.of(whole)
+            tensor = tensors.setdefault(name_of, torch.full(entry.shape, torch.nan, dtype=entry.torch_dtype))
+            for shard in shards_of_name:
+                place = shard.tensor_slice.of(tensor)
                 assert place.isnan().all(), "it comes once"
                 place.copy_(shard.values)
-    assert same(found, {name: tensor.bfloat16() for name, tensor in ranks[0][name][2].items()})
+    assert same(tensors, {name: tensor.bfloat16() for name, tensor in ranks[0][name][2].items()})
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
@@ -141,9 +141,9 @@ def test_what_two_ranks_saved_one_rank_continues(name: str, two_ranks: TwoRanks)
     assert engine.updates == 2
     assert same(hf_weights(engine.model), ranks[0][name][2])
     train(engine, range(2, 3))
-    found, expected = hf_weights(engine.model), ranks[0][name][3]
-    assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-10
-    assert max(float((found[key] - ranks[0][name][2][key]).abs().max()) for key in expected) > 1e-3
+    weights, expected = hf_weights(engine.model), ranks[0][name][3]
+    assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-10
+    assert max(float((weights[key] - ranks[0][name][2][key]).abs().max()) for key in expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])
@@ -157,9 +157,9 @@ def test_what_two_ranks_exported_opens_in_transformers(name: str, two_ranks: Two
 def test_what_one_rank_saved_two_ranks_continue(two_ranks: TwoRanks):
     _, ranks, expected = two_ranks
     for rank in ranks:
-        version, found = rank["continued"]
+        version, weights = rank["continued"]
         assert version == 2
-        assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < 1e-10
+        assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 1e-10
 
 
 def test_two_ranks_refuse_a_damaged_training_state(two_ranks: TwoRanks):
@@ -188,13 +188,13 @@ def test_an_export_of_two_ranks_shards_opens_in_transformers(two_ranks: TwoRanks
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 3
     assert [path.name for path in files[:2]] == [f"model-0000{n}-of-0000{len(files)}.safetensors" for n in (1, 2)]
-    held = [load_file(path) for path in files]
-    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192 for tensors in held)
-    found = {name: tensor for tensors in held for name, tensor in tensors.items()}
-    assert same(found, {name: tensor.bfloat16() for name, tensor in exported(ranks[0]["untied"][2]).items()})
+    files_tensors = [load_file(path) for path in files]
+    assert all(len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 8192 for tensors in files_tensors)
+    tensors = {name: tensor for tensors in files_tensors for name, tensor in tensors.items()}
+    assert same(tensors, {name: tensor.bfloat16() for name, tensor in exported(ranks[0]["untied"][2]).items()})
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
-    assert {name: file for file, tensors in zip(files, held, strict=True) for name in tensors} == {
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert {name: file for file, tensors in zip(files, files_tensors, strict=True) for name in tensors} == {
         name: tmp_path / "many" / file for name, file in index["weight_map"].items()
     }
     assert logits_of(tmp_path / "many").isfinite().all()

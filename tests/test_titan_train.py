@@ -44,8 +44,8 @@ ODD: dict[str, object] = {
 
 
 def engine_of(folder: Path, *, reference: bool = False, **settings: Any) -> TitanEngine:
-    given = {"dtype": "float64", "seq_len": 64, "optimizer": OPTIMIZER, **settings}
-    return TitanEngine(folder, TrainSettings(**given), reference=reference)
+    train_settings = {"dtype": "float64", "seq_len": 64, "optimizer": OPTIMIZER, **settings}
+    return TitanEngine(folder, TrainSettings(**train_settings), reference=reference)
 
 
 def step(engine: TitanEngine, laid: PackedBatch, *, loss: Loss = LOSS, **settings: Any) -> dict:
@@ -64,17 +64,19 @@ def moved(engine: TitanEngine, before: dict[str, torch.Tensor]) -> float:
 
 def plain_steps(plain: PlainTrainer, batch: Batch, loss: ClippedSurrogate = LOSS, **how: Any) -> list[dict[str, float]]:
     """Loss, gradient norm and learning rate of a batch's one update in plain PyTorch, with centered rewards."""
-    whole = packed(batch, seq_len=256, drop_uniform=False)
-    assert [each.tokens for each in whole.minibatches] == [sum(each.response_tokens for each in batch.episodes)]
-    assert [each.sequences for each in whole.minibatches] == [len(batch.episodes)]
+    packed_batch = packed(batch, seq_len=256, drop_uniform=False)
+    assert [minibatch.tokens for minibatch in packed_batch.minibatches] == [
+        sum(minibatch.response_tokens for minibatch in batch.episodes)
+    ]
+    assert [minibatch.sequences for minibatch in packed_batch.minibatches] == [len(batch.episodes)]
     centered = (batch.rewards - batch.rewards.mean(dim=1, keepdim=True)).flatten().tolist()
     advantages = [
         [np.full(len(turn.token_ids), advantage, np.float32) for turn in episode.turns]
         for episode, advantage in zip(batch.episodes, centered, strict=True)
     ]
     settings = {"epochs": 1, "temperature": 1.0, "total_updates": TOTAL_UPDATES, **how}
-    found = plain.train_batch(batch, advantages, whole.minibatches, loss, **settings)
-    return [dict(zip(("loss", "grad_norm", "lr"), each, strict=True)) for each in found]
+    step_values = plain.train_batch(batch, advantages, packed_batch.minibatches, loss, **settings)
+    return [dict(zip(("loss", "grad_norm", "lr"), values, strict=True)) for values in step_values]
 
 
 @pytest.mark.parametrize(
@@ -110,12 +112,19 @@ def test_metrics_of_a_step_are_those_of_its_tokens(tmp_path: Path):
     laid = packed(batch)
     before = engine.logprobs(laid.rows, temperature=1.0)
     metrics = step(engine, laid)
-    gaps = torch.cat([(found - row.behaviour)[row.mask] for row, found in zip(laid.rows, before, strict=True)]).abs()
-    found = reduce(metrics)
-    assert found["tokens/trained"] == len(gaps) == laid.trained_tokens == sum(e.response_tokens for e in batch.episodes)
-    assert found["logprob_gap"] == pytest.approx(float(gaps.mean()), rel=1e-10)
-    assert found["logprob_gap/max"] == pytest.approx(float(gaps.max()), rel=1e-10)
-    assert 0 < found["entropy"] < math.log(43)
+    gaps = torch.cat(
+        [(logprobs - row.behaviour)[row.mask] for row, logprobs in zip(laid.rows, before, strict=True)]
+    ).abs()
+    metric_values = reduce(metrics)
+    assert (
+        metric_values["tokens/trained"]
+        == len(gaps)
+        == laid.trained_tokens
+        == sum(e.response_tokens for e in batch.episodes)
+    )
+    assert metric_values["logprob_gap"] == pytest.approx(float(gaps.mean()), rel=1e-10)
+    assert metric_values["logprob_gap/max"] == pytest.approx(float(gaps.max()), rel=1e-10)
+    assert 0 < metric_values["entropy"] < math.log(43)
     assert isinstance(metrics["loss"], Mean)
     assert isinstance(metrics["grad_norm"], Mean)
     assert isinstance(metrics["grad_norm/max"], Max)
@@ -145,10 +154,10 @@ def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(tmp_path: Path
     minibatch = replace(laid, rows=rows)
 
     def updates(version: int | None) -> list[dict[str, float]]:
-        found = engine.train_batch(
+        step_metrics = engine.train_batch(
             [minibatch] * 2, StepRequest(loss=LOSS, total_updates=TOTAL_UPDATES, version=version)
         ).metrics
-        return [reduce(metrics) for metrics in found if metrics is not None]
+        return [reduce(metrics) for metrics in step_metrics if metrics is not None]
 
     first, second = updates(3)
     gaps = torch.cat([(score - row.behaviour)[row.mask] for row, score in zip(rows, before, strict=True)]).abs()
@@ -162,12 +171,12 @@ def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(tmp_path: Path
     result = engine.train_batch([minibatch], request)
     (metrics, _), scored = result.metrics, result.scores
     assert len(scored) == len(rows), "of the first epoch"
-    assert all(torch.equal(found[:, 0], expected) for found, expected in zip(scored, before, strict=True))
+    assert all(torch.equal(scores[:, 0], expected) for scores, expected in zip(scored, before, strict=True))
     assert metrics is not None
-    entropies = torch.cat([found[row.mask, 1] for row, found in zip(rows, scored, strict=True)])
+    entropies = torch.cat([scores[row.mask, 1] for row, scores in zip(rows, scored, strict=True)])
     assert reduce(metrics)["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-6)
     # After an update the weights are no published version any more.
-    assert all("logprob_drift" in each and "logprob_gap" not in each for each in (second, *updates(None)))
+    assert all("logprob_drift" in metrics and "logprob_gap" not in metrics for metrics in (second, *updates(None)))
 
 
 def mixed_batch(seed: int) -> Batch:
@@ -194,8 +203,8 @@ def test_the_scale_counts_groups_that_are_left_out_whatever_the_rows(aggregation
     model, loss = make_model(tmp_path), ClippedSurrogate(aggregation=aggregation)
     (expected,) = plain_steps(PlainTrainer(model, engine_of(tmp_path).model, OPTIMIZER), mixed_batch(0), loss)
     for laid in (packed(mixed_batch(0), seq_len=32), packed(mixed_batch(0), seq_len=256, drop_uniform=False)):
-        found = reduce(step(engine_of(tmp_path), laid, loss=loss))
-        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-10, abs=1e-12)
+        metric_values = reduce(step(engine_of(tmp_path), laid, loss=loss))
+        assert {name: metric_values[name] for name in expected} == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.kind)
@@ -213,15 +222,15 @@ def test_minibatches_and_epochs_are_updates_of_plain_pytorch(aggregation: Aggreg
     uniform.remove(first)
     pairs = [(*dealt[0], first), (*dealt[1], *uniform)]
     parts = [replace(batch, groups=tuple(batch.groups[p] for p in pair)) for pair in pairs]
-    expected = [each for part in parts * 2 for each in plain_steps(plain, part, loss)]
+    expected = [update for part in parts * 2 for update in plain_steps(plain, part, loss)]
     # Warm-up over 2 updates to 1e-3, then linear over the 3 that are left.
-    assert [each["lr"] for each in expected] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3])
-    found = reduce(step(engine, laid, loss=loss, epochs=2))
+    assert [update["lr"] for update in expected] == pytest.approx([0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3])
+    metric_values = reduce(step(engine, laid, loss=loss, epochs=2))
     assert engine.updates == 4
-    assert found["loss"] == pytest.approx(sum(each["loss"] for each in expected) / 4, rel=1e-10, abs=1e-12)
-    norms = [each["grad_norm"] for each in expected]
-    assert found["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-10)
-    assert found["grad_norm/max"] == pytest.approx(max(norms), rel=1e-10)
+    assert metric_values["loss"] == pytest.approx(sum(update["loss"] for update in expected) / 4, rel=1e-10, abs=1e-12)
+    norms = [update["grad_norm"] for update in expected]
+    assert metric_values["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-10)
+    assert metric_values["grad_norm/max"] == pytest.approx(max(norms), rel=1e-10)
     assert furthest(hf_weights(engine.model), plain.weights(tmp_path / "plain")) < 1e-10
 
 
@@ -248,8 +257,8 @@ def test_a_loss_sees_the_row_and_the_policy_from_before_the_first_update(tmp_pat
     for index, inputs in enumerate(loss.seen):
         row = laid.rows[index % len(laid.rows)]
         for name in ("behaviour", "advantages", "mask", "versions", "episodes", "turns", "segments"):
-            given = getattr(inputs, name)
-            assert torch.equal(given, getattr(row, name).to(given.dtype)), name
+            value = getattr(inputs, name)
+            assert torch.equal(value, getattr(row, name).to(value.dtype)), name
         assert torch.equal(inputs.weights, 1 / row.lengths.double())
         assert inputs.reference is None
         assert inputs.proximal is not None
@@ -279,9 +288,9 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
         gradient = torch.cat([states[weight]["exp_avg"].flatten() for weight in engine.model.parameters()])
         metrics.append(reduce(step(engine, laids[1])))
         results.append((len(laids[0].rows), metrics, gradient.clone(), hf_weights(engine.model)))
-    (one, metrics, gradient, weights), *others = results
-    assert one == 1
-    for rows, other_metrics, other_gradient, other_weights in others:
+    (row_count, metrics, gradient, weights), *later_results = results
+    assert row_count == 1
+    for rows, other_metrics, other_gradient, other_weights in later_results:
         assert rows > 1
         assert (gradient - other_gradient).norm() < 1e-12 * gradient.norm()
         assert furthest(weights, other_weights) < 1e-10
@@ -292,12 +301,14 @@ def test_cutting_a_batch_into_microbatches_changes_nothing(tmp_path: Path):
 
 def test_recomputing_activations_changes_nothing(tmp_path: Path):
     make_model(tmp_path)
-    kept, *recomputed = (engine_of(tmp_path, activation_checkpointing=each) for each in ("none", "selective", "full"))
+    kept, *recomputed = (
+        engine_of(tmp_path, activation_checkpointing=policy_name) for policy_name in ("none", "selective", "full")
+    )
     laid = packed(random_batch(0, vocab=43))
     expected = reduce(step(kept, laid))
-    for each in recomputed:
-        assert reduce(step(each, laid)) == expected
-        assert furthest(hf_weights(kept.model), hf_weights(each.model)) == 0
+    for engine in recomputed:
+        assert reduce(step(engine, laid)) == expected
+        assert furthest(hf_weights(kept.model), hf_weights(engine.model)) == 0
 
 
 def test_recomputing_activations_runs_the_layers_twice(tmp_path: Path):
@@ -390,14 +401,14 @@ def test_bfloat16_is_close_and_keeps_float32_weights(family: str, tied: bool, tm
     make_model(tmp_path, family, tie_word_embeddings=tied)
     exact, rounded = engine_of(tmp_path), engine_of(tmp_path, dtype="bfloat16")
     laid = packed(random_batch(0, vocab=43))
-    for one, other in zip(
+    for moved_weight, other in zip(
         exact.logprobs(laid.rows, temperature=1.0), rounded.logprobs(laid.rows, temperature=1.0), strict=True
     ):
         assert other.dtype == torch.float32
-        assert 0 < (one - other).abs().max() < 0.1
-    expected, found = reduce(step(exact, laid)), reduce(step(rounded, laid))
-    assert found["loss"] == pytest.approx(expected["loss"], abs=0.02)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+        assert 0 < (moved_weight - other).abs().max() < 0.1
+    expected, rounded_metrics = reduce(step(exact, laid)), reduce(step(rounded, laid))
+    assert rounded_metrics["loss"] == pytest.approx(expected["loss"], abs=0.02)
+    assert rounded_metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     weights = hf_weights(rounded.model)
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     assert any((tensor != tensor.bfloat16().float()).any() for tensor in weights.values())
@@ -433,15 +444,15 @@ def train_as_rank(
                 metrics.append(step(engine, laid, loss=loss, epochs=epochs))
         (laid,) = packed(batches()[2], seq_len=256).minibatches
         last = packed(batches()[2], seq_len=256)
-        with Reductions() as one:
+        with Reductions() as reductions:
             metrics.append(step(engine, replace(last, minibatches=(replace(laid, rows=(laid.rows[0], empty_row())),))))
-        assert several.count == 4 * one.count > 0, "once an update, whatever the number of its rows"
+        assert several.count == 4 * reductions.count > 0, "once an update, whatever the number of its rows"
         weights = hf_weights(engine.model)
-        own = replace(laid, rows=[laid.rows[0], empty_row()][rank : rank + 1])
+        rank_batch = replace(laid, rows=[laid.rows[0], empty_row()][rank : rank + 1])
         broken = Broken(episode=0, value=float("nan"))  # on rank 0 alone
-        skipped = engine.train_batch([own], StepRequest(loss=broken, total_updates=9)).metrics
+        skipped = engine.train_batch([rank_batch], StepRequest(loss=broken, total_updates=9)).metrics
         with pytest.raises(LossError, match="a bug of a user"):  # on both ranks, though it raises on one
-            engine.train_batch([own], StepRequest(loss=Failing(at=1 - rank), total_updates=9))
+            engine.train_batch([rank_batch], StepRequest(loss=Failing(at=1 - rank), total_updates=9))
         results[name] = (metrics, weights, (skipped, moved(engine, weights)))
     return results
 
@@ -485,9 +496,9 @@ def test_the_learning_rate_ends_at_0_although_minibatches_gave_no_update(tmp_pat
     engine = engine_of(tmp_path, optimizer=OptimizerConfig(lr=1e-3, decay="linear"))
     (minibatch,) = packed(random_batch(0, vocab=43)).minibatches
     nothing = replace(minibatch, rows=())
-    given = [minibatch, nothing, nothing, minibatch]
-    found = engine.train_batch(given, StepRequest(loss=LOSS, total_updates=4)).metrics
-    rates = [metrics and reduce(metrics)["lr"] for metrics in found]
+    minibatches = [minibatch, nothing, nothing, minibatch]
+    step_metrics = engine.train_batch(minibatches, StepRequest(loss=LOSS, total_updates=4)).metrics
+    rates = [metrics and reduce(metrics)["lr"] for metrics in step_metrics]
     assert rates == [pytest.approx(1e-3), {}, {}, pytest.approx(1e-3 / 4)]
     assert (engine.updates, engine.planned) == (2, 4)
 
@@ -499,14 +510,14 @@ def test_a_reference_in_the_forward_dtype_scores_as_its_source(family: str, tmp_
     for name in ("bfloat16", "float32"):
         engine = engine_of(tmp_path, dtype=name, reference=True)
         assert engine._reference is not None
-        assert {each.dtype for each in engine._reference.parameters()} == {getattr(torch, name)}
-        assert {each.dtype for each in engine.model.parameters()} == {torch.float32}
-        buffers = [{key: each.dtype for key, each in m.named_buffers()} for m in (engine.model, engine._reference)]
+        assert {parameter.dtype for parameter in engine._reference.parameters()} == {getattr(torch, name)}
+        assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+        buffers = [{key: buffer.dtype for key, buffer in m.named_buffers()} for m in (engine.model, engine._reference)]
         assert buffers[0] == buffers[1]
         expected = engine.logprobs(rows, temperature=1.0)
-        found = engine.scorer.logprobs(engine._reference, rows, 1.0)
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        assert any(bool(each.any()) for each in expected)
+        logprobs = engine.scorer.logprobs(engine._reference, rows, 1.0)
+        assert all(torch.equal(*pair) for pair in zip(logprobs, expected, strict=True))
+        assert any(bool(logprobs.any()) for logprobs in expected)
 
 
 def test_two_ranks_train_as_one(tmp_path: Path):
@@ -541,7 +552,7 @@ def test_noise_in_a_layer_moves_logprobs_and_leaves_nothing_behind(tmp_path: Pat
     engine = engine_of(tmp_path)
     rows = packed(random_batch(0, vocab=43)).rows
     before = engine.logprobs(rows, temperature=0.7)
-    small, large = (engine.layer_noise(rows, temperature=0.7, relative=each) for each in (1e-9, 1e-6))
+    small, large = (engine.layer_noise(rows, temperature=0.7, relative=scale) for scale in (1e-9, 1e-6))
     assert [count for _, count in small] == [sum(int(row.mask.sum()) for row in rows)] * len(engine.model.layers)
     assert all(total > 0 for total, _ in small)
     assert all(990 < b / a < 1010 for (a, _), (b, _) in zip(small, large, strict=True)), "it grows with the noise"

@@ -172,16 +172,22 @@ def test_tools_are_shown_by_templates_that_know_them(folder: Path, tmp_path: Pat
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
     )
-    shown = Tokenizer(_with_template(folder, tmp_path, template))
-    assert shown.decode(shown.render(QUESTION, tools=[ADD])) == "[add]What is 2+3?"
+    templated_tokenizer = Tokenizer(_with_template(folder, tmp_path, template))
+    assert templated_tokenizer.decode(templated_tokenizer.render(QUESTION, tools=[ADD])) == "[add]What is 2+3?"
 
 
 def test_tools_are_text_for_templates_that_know_none(tokenizer: Tokenizer) -> None:
     text = tokenizer.decode(tokenizer.render(QUESTION, tools=[ADD]), skip_special=False)
     assert text.startswith("<|im_start|>system\n# Tools")
     assert json.dumps(ADD) in text
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
-    text = tokenizer.decode(tokenizer.render([*QUESTION, called], add_generation_prompt=False), skip_special=False)
+    call_message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}],
+    }
+    text = tokenizer.decode(
+        tokenizer.render([*QUESTION, call_message], add_generation_prompt=False), skip_special=False
+    )
     assert '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>' in text
 
 
@@ -215,8 +221,8 @@ def test_the_templates_end_of_turn_is_a_stop_token(folder: Path, tmp_path: Path,
     exported = tmp_path / "exported"
     exported.mkdir()
     name_added_stop(tmp_path, exported)
-    written = exported / "generation_config.json"
-    assert (json.loads(written.read_text()) if written.exists() else None) == (
+    config_file = exported / "generation_config.json"
+    assert (json.loads(config_file.read_text()) if config_file.exists() else None) == (
         None if added is None else {"eos_token_id": list(stops)}
     )
 

@@ -65,12 +65,12 @@ class Store(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def open_store(logs: Path) -> AsyncIterator[Store]:
-    async with cluster(logs) as (made, faults):
-        service = Service(new_service_name(), made, faults)
+    async with cluster(logs) as (meshes, faults):
+        service = Service(new_service_name(), meshes, faults)
         try:
             home = service.spawn(FakeActor, imports=TorchStoreTransport.imports)
             await service.watch(home, deadline_s=60)
-            yield Store(await TorchStoreTransport.open(home.meshes[0].procs), service, made, faults)
+            yield Store(await TorchStoreTransport.open(home.meshes[0].procs), service, meshes, faults)
         finally:
             faults.closing = True
             await service.stop()
@@ -148,10 +148,10 @@ def test_each_rank_puts_one_part_of_each_bucket_that_it_holds_something_of(share
 
 
 def test_nothing_is_left_of_a_writer_that_is_killed_while_a_part_travels(shared):
-    run, (transport, _, made, faults) = shared
+    run, (transport, _, meshes, faults) = shared
 
     async def main() -> None:
-        writer = Service(new_service_name(), made, faults)
+        writer = Service(new_service_name(), meshes, faults)
         replica = writer.spawn(FakeRank, imports=TorchStoreTransport.imports)
         await writer.watch(replica, deadline_s=60)
         drafted = await transport.reserve(drafted_of(1))
@@ -189,8 +189,8 @@ def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
         before = await stored(transport)
         needed = sum(bucket.bytes for bucket in manifest.buckets)
         monkeypatch.setattr(module, "available_bytes", lambda: needed - 1)
-        said = f"no room for version 2 in torchstore: {needed} bytes are needed, {needed - 1} are free"
-        with pytest.raises(WeightsError, match=said) as caught:
+        message = f"no room for version 2 in torchstore: {needed} bytes are needed, {needed - 1} are free"
+        with pytest.raises(WeightsError, match=message) as caught:
             await transport.reserve(drafted_of(2))
         assert "--weights.keep-versions" in caught.value.hint
         assert await listed(transport) == await stored(transport) == before
@@ -200,13 +200,13 @@ def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
             draft(specs(LAYOUT), version=2, dtype=torch.bfloat16, base=manifest, bucket_bytes=BUCKET_BYTES)
         )
 
-        held = held_by_this_process()
+        held_bytes = held_by_this_process()
         size = manifest.buckets[0].bytes
         monkeypatch.setattr(module, "available_bytes", lambda: size - 1)
-        said = f"no room for bucket 1/0 in shared memory: {size} bytes are needed, {size - 1} are free"
-        with pytest.raises(WeightsError, match=said):
+        message = f"no room for bucket 1/0 in shared memory: {size} bytes are needed, {size - 1} are free"
+        with pytest.raises(WeightsError, match=message):
             await read(transport, manifest)
-        await nothing_more_held(held)
+        await nothing_more_held(held_bytes)
 
     run(main())
 
@@ -218,9 +218,9 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
 
     async def main() -> None:
         async with open_store(tmp_path) as (transport, service, *_):
-            manifest, kept = await publish(transport, 1), await publish(healthy, 1)
+            manifest, healthy_manifest = await publish(transport, 1), await publish(healthy, 1)
             with pytest.raises(WeightsError, match="torchstore holds no 1/0/"):
-                await read(transport, kept)
+                await read(transport, healthy_manifest)
             pid = await pid_of(service)
             calls = {
                 "get": lambda: read(transport, manifest),
@@ -239,8 +239,8 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
             for method, call in calls.items():
                 with pytest.raises(WeightsError, match=rf"torchstore does not answer to {method}: .*Killed\(sig=9\)"):
                     await call()
-            assert (await read(healthy, kept)).keys() == LAYOUT.keys()
-            await healthy.free(kept.keys)
+            assert (await read(healthy, healthy_manifest)).keys() == LAYOUT.keys()
+            await healthy.free(healthy_manifest.keys)
 
     run(main())
 
@@ -333,20 +333,20 @@ async def test_a_bucket_travels_while_the_next_one_is_filled():
 
 async def test_a_part_travels_while_its_forerunner_is_read():
     async def main() -> None:
-        asked = [asyncio.Event() for _ in SMALL]
+        requests = [asyncio.Event() for _ in SMALL]
 
         def on_call(method: str, key: str) -> None:
             if method == "get":
-                asked[int(key.split("/")[1])].set()
+                requests[int(key.split("/")[1])].set()
 
         transport = MemoryTransport(on_call)
         manifest = await publish_small(transport)
         number = 0
         async for _ in transport.fetch(manifest):
             number += 1
-            if number < len(asked):
-                await asked[number].wait()
-            assert [event.is_set() for event in asked] == [index <= number for index in range(len(asked))]
+            if number < len(requests):
+                await requests[number].wait()
+            assert [event.is_set() for event in requests] == [index <= number for index in range(len(requests))]
 
     await limited(main())
 
@@ -362,14 +362,14 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
 
     async def main() -> None:
         parts: list[weakref.ref] = []
-        seen = []
+        mappings = []
 
         async def look() -> None:
             async with asyncio.timeout(60):  # a thread that has just copied a part may hold it for another moment
                 while any(part() is not None for part in parts):
                     await asyncio.sleep(0.01)
                     gc.collect()
-            seen.append(any("forge_rl-weights" in os.readlink(path) for path in fds()))
+            mappings.append(any("forge_rl-weights" in os.readlink(path) for path in fds()))
 
         def fds() -> list[Path]:
             return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and path.exists()]
@@ -377,9 +377,9 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
         class Watched(MemoryTransport):
             async def _get(self, part: str) -> torch.Tensor:
                 await look()
-                found = (await super()._get(part)).clone()
-                parts.append(weakref.ref(found))
-                return found
+                part_values = (await super()._get(part)).clone()
+                parts.append(weakref.ref(part_values))
+                return part_values
 
         transport = Watched()
         manifest = await publish_small(transport)
@@ -387,7 +387,7 @@ def test_two_buckets_at_most_are_in_memory(monkeypatch: pytest.MonkeyPatch):
             with bucket.open() as tensors:
                 assert (tensors[bucket.entries[0].name] == 1).all()
         # When a part is asked for, there is the bucket that is read, and soon no part before it.
-        assert seen == [True] * 4
+        assert mappings == [True] * 4
 
     asyncio.run(main())
 
@@ -397,11 +397,11 @@ def test_a_failure_at_any_call_is_told_and_leaves_nothing_under_way():
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        await read(good := MemoryTransport(), await publish_small(good))  # warm
+        await read(warm_transport := MemoryTransport(), await publish_small(warm_transport))  # warm
         before = held_by_this_process()
         for method, calls in (("put", 12), ("exists", 4), ("get", 4)):
-            for at in range(1, calls + 1):
-                left = [at]
+            for call_number in range(1, calls + 1):
+                left = [call_number]
 
                 def fail(called: str, key: str, left: list = left, method: str = method) -> None:
                     left[0] -= called == method
@@ -511,5 +511,5 @@ async def test_shards_in_another_order_are_written_too():
     shards = [replace(shard, values=shard.values * n) for n, shard in enumerate(small_shards())]
     order = [shards[2], shards[0], shards[3], shards[1]]
     manifest = complete(drafted, [await transport.write(drafted, order, rank=0)])
-    found = await read(transport, manifest)
-    assert all((found[f"w{n}"] == n).all() for n in range(4))
+    tensors = await read(transport, manifest)
+    assert all((tensors[f"w{n}"] == n).all() for n in range(4))

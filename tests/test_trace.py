@@ -36,9 +36,9 @@ def read_cut(path: Path) -> list[Event]:
 def named(events: list[Event], kind: str) -> dict[object, object]:
     """tid -> name of threads, or pid -> name of processes."""
     key = {"thread_name": "tid", "process_name": "pid"}[kind]
-    found = {(event[key], event["args"]["name"]) for event in events if event["name"] == kind}
-    assert len(dict(found)) == len(found), "two lanes of one number"
-    return dict(found)
+    names_of = {(event[key], event["args"]["name"]) for event in events if event["name"] == kind}
+    assert len(dict(names_of)) == len(names_of), "two lanes of one number"
+    return dict(names_of)
 
 
 def of_phase(events: list[Event], *phases: str) -> list[Event]:

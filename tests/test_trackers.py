@@ -133,8 +133,10 @@ def test_wandb_gets_a_histogram_in_its_own_form_and_none_that_is_empty(
 
 
 def hostile_batch(episodes: int = 40) -> Batch:
-    made = tuple(episode(f"t{n}", n / 4, "<script>alert(1)</script> \x1b[2J " + "z" * 9000) for n in range(episodes))
-    return Batch(groups=(Group(task=made[0].task, episodes=made),), version=0)
+    hostile_episodes = tuple(
+        episode(f"t{n}", n / 4, "<script>alert(1)</script> \x1b[2J " + "z" * 9000) for n in range(episodes)
+    )
+    return Batch(groups=(Group(task=hostile_episodes[0].task, episodes=hostile_episodes),), version=0)
 
 
 def test_wandb_gets_a_bounded_table_and_some_pages_of_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +168,8 @@ def test_tensorboard_has_the_settings_and_some_episodes_as_text(tmp_path: Path) 
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [f"episodes/{n}/text_summary" in events.Tags()["tensors"] for n in range(4)] == [True] * 3 + [False]
-    (shown,) = events.Tensors("episodes/0/text_summary")
-    text = shown.tensor_proto.string_val[0].decode()
+    (summary,) = events.Tensors("episodes/0/text_summary")
+    text = summary.tensor_proto.string_val[0].decode()
     assert all(line.startswith("    ") for line in text.splitlines())
     assert "<script>" in text, "as text: TensorBoard renders Markdown"
     assert "\x1b" not in text

@@ -110,8 +110,8 @@ async def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Pa
         assert await trainer.publish(store, dtype="float32") == trainer.version == 1
         second, weights = await read(store)
         assert {name for name in start if torch.equal(weights[name], start[name].bfloat16())} == frozen
-        own = {bucket.key for bucket in second.written}
-        assert {entry.name for entry in second.tensors if entry.bucket in own} == start.keys() - frozen
+        new_buckets = {bucket.key for bucket in second.written}
+        assert {entry.name for entry in second.tensors if entry.bucket in new_buckets} == start.keys() - frozen
         assert {entry.name for entry in second.tensors if entry in first.tensors} == frozen
         assert trainer.busy_s > 0
         assert trainer.publish_s.keys() == set(PUBLISH)
@@ -135,14 +135,16 @@ async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: st
     async with open_trainer(tmp_path, dtype="float64", **{degree: 2}) as (trainer, store):
         laid = packed(batch, **vars(trainer.layout) | {"seq_len": 32})
         assert len(laid.rows) > 1
-        found = unpack(laid, await trainer.logprobs(laid))
+        row_logprobs = unpack(laid, await trainer.logprobs(laid))
         for index, episode in enumerate(batch.episodes):
             (segment,) = episode.segments
             ids = torch.tensor(segment.token_ids, dtype=torch.int64)
             with torch.no_grad():
                 logprobs = logits_of(model, ids).log_softmax(-1)
             expected = logprobs[:-1].gather(1, ids[1:, None])[:, 0][torch.tensor(segment.trained[1:])]
-            assert (found[index] - expected).abs().max() < 1e-5, "but for the trainer's angles, which are float32"
+            assert (row_logprobs[index] - expected).abs().max() < 1e-5, (
+                "but for the trainer's angles, which are float32"
+            )
         assert await trainer.publish(store, dtype="float32") == 0
         _, weights = await read(store)
         assert all(torch.equal(weights[name], start[name]) for name in start)
@@ -166,10 +168,10 @@ async def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: st
 def check_scored(trainer: Trainer, laid: PackedBatch, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
     """Checks that the last step kept gaps and entropies of each row, and those of the first `rows` of them."""
     assert trainer.scored is not None
-    of, found = trainer.scored
-    assert of is laid
-    assert len(found) == len(laid.rows) > 1
-    for row, scored, expected in list(zip(laid.rows, found, before, strict=True))[:rows]:
+    scored_batch, scored_rows = trainer.scored
+    assert scored_batch is laid
+    assert len(scored_rows) == len(laid.rows) > 1
+    for row, scored, expected in list(zip(laid.rows, scored_rows, before, strict=True))[:rows]:
         gaps, entropies = read_scores([scored])
         assert np.allclose(gaps, (expected - row.behaviour)[row.mask], rtol=2**-8, atol=1e-6)
         assert (entropies > 0).all()
@@ -200,7 +202,7 @@ async def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
     )
 
     async with open_trainer(tmp_path, minibatches=2, epochs=2) as (trainer, store):
-        laid, nothing = (packed(each, **vars(trainer.layout)) for each in (batch, uniform))
+        laid, nothing = (packed(groups_batch, **vars(trainer.layout)) for groups_batch in (batch, uniform))
         assert await trainer.publish(store, dtype="float32") == 0
         assert await trainer.offload() == 0, "on a CPU nothing leaves"
         trainer.keeps_logprobs = True
@@ -232,19 +234,19 @@ async def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
         stats = await trainer.step(laid, Broken())
         assert (trainer.updates, stats["updates"], stats["updates/skipped"]) == (6, 6, 2)
         assert stats["loss"] == pytest.approx(stats["loss"]), "that of the others"
-        bad = [any((row.episodes == 0).any() for row in each.rows) for each in laid.minibatches]
-        assert [sum(bad[:2]), sum(bad[2:])] == [1, 1]
+        is_failing = [any((row.episodes == 0).any() for row in minibatch.rows) for minibatch in laid.minibatches]
+        assert [sum(is_failing[:2]), sum(is_failing[2:])] == [1, 1]
         files = sorted((tmp_path / "skipped").iterdir())
-        numbers = [5 + bad[:at].count(False) for at in range(4) if bad[at]]
+        numbers = [5 + is_failing[:index].count(False) for index in range(4) if is_failing[index]]
         assert [int(path.name.split("-")[1]) for path in files] == numbers
         assert trainer.skipped == tuple(f"torch.load('{path}')" for path in files)
         saved = torch.load(files[0])
-        first = laid.minibatches[bad.index(True)]
+        first = laid.minibatches[is_failing.index(True)]
         assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
-        for found, row in zip(saved["rows"], first.rows, strict=True):
-            assert found.pop("routed") is None is row.routed
-            assert found.pop("columns") == {}
-            assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
+        for row_fields, row in zip(saved["rows"], first.rows, strict=True):
+            assert row_fields.pop("routed") is None is row.routed
+            assert row_fields.pop("columns") == {}
+            assert all(torch.equal(value, getattr(row, name)) for name, value in row_fields.items())
         await trainer.step(laid, ClippedSurrogate())
         assert trainer.updates == 10
         only_bad = replace(laid, minibatches=(first, first))
@@ -259,13 +261,15 @@ async def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
         assert f"torch.load('{tmp_path / 'skipped' / 'update-000011-4.pt'}')" in caught.value.hint
         assert "--trainer.max-skipped-updates" in caught.value.hint
 
-        with pytest.raises(LossError, match=r"ZeroDivisionError: no tokens of that kind \(.*test_trainer.py:") as lost:
+        with pytest.raises(
+            LossError, match=r"ZeroDivisionError: no tokens of that kind \(.*test_trainer.py:"
+        ) as loss_error:
             await trainer.step(laid, Broken(raises=True))
-        assert "in __call__" in lost.value.trace
+        assert "in __call__" in loss_error.value.trace
         assert "ZeroDivisionError" in (tmp_path / "trainer-0.1.log").read_text()
-        assert trainer.updates == 10 + bad.index(True) == await trainer.wait_idle(), "those before it count"
+        assert trainer.updates == 10 + is_failing.index(True) == await trainer.wait_idle(), "those before it count"
         stats = await trainer.step(laid, ClippedSurrogate())
-        assert stats["updates"] == trainer.updates == 14 + bad.index(True)
+        assert stats["updates"] == trainer.updates == 14 + is_failing.index(True)
 
 
 @pytest.mark.long

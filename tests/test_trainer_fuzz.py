@@ -55,7 +55,7 @@ class Case:
             replace(self.layout, **parallel),
             drop_uniform=not self.loss.kl_coef,
         ).without_uniform
-        return replace(laid, minibatches=tuple(each for each in laid.minibatches if each.rows))
+        return replace(laid, minibatches=tuple(minibatch for minibatch in laid.minibatches if minibatch.rows))
 
 
 def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
@@ -70,10 +70,10 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
 
     def logprobs(history: list[int], answer: list[int]) -> list[float]:
         noisy = [
-            each + drawn.gauss(0, drawn.choice([0.5, 0.5, 0.5, 4.0]))
-            for each in score(history + answer, temperature)[len(history) - 1 :]
+            logprob + drawn.gauss(0, drawn.choice([0.5, 0.5, 0.5, 4.0]))
+            for logprob in score(history + answer, temperature)[len(history) - 1 :]
         ]
-        return [drawn.choice([math.nan, -math.inf]) if drawn.random() < 0.07 else each for each in noisy]
+        return [drawn.choice([math.nan, -math.inf]) if drawn.random() < 0.07 else logprob for logprob in noisy]
 
     def episode(prompt: list[int], reward: float) -> Episode:
         history, turns = list(prompt), []
@@ -94,9 +94,9 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
         if drawn.random() < 0.9 and valued == "turns":
             values["turns"] = tuple(drawn.choice([0.0, 1.0, 0.5]) for _ in turns)
         if drawn.random() < 0.9 and valued == "tokens":
-            known = [0.0, 1.0, 0.5, math.nan]
+            choices = [0.0, 1.0, 0.5, math.nan]
             values["tokens"] = tuple(
-                np.array([drawn.choice(known) for _ in turn.token_ids], np.float32) for turn in turns
+                np.array([drawn.choice(choices) for _ in turn.token_ids], np.float32) for turn in turns
             )
         return Episode(task=TASK, turns=tuple(turns), score=Score(total=reward, **values))
 
@@ -118,7 +118,7 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
         aggregation=Aggregation(kind=kind, tokens=17 if kind == "constant" else 0),
     )
     minibatches, epochs = drawn.randint(1, prompts), drawn.choice([1, 1, 2])
-    longest = max(len(segment.token_ids) for each in batch.episodes for segment in each.segments)
+    longest = max(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments)
     seq_len = max(2, longest) + drawn.choice([0, 0, 3, 40])
     optimizer = OptimizerConfig(
         lr=3e-3,
@@ -148,38 +148,42 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
 
 def by_turn(case: Case) -> list[list[np.ndarray]]:
     """Advantages of the tokens of each turn, by episode, as packed: float32, and right but for its rounding."""
-    given = batch_advantages(case.batch, estimator=case.estimator)
-    found = []
+    advantages = batch_advantages(case.batch, estimator=case.estimator)
+    token_values = []
     for p, group in enumerate(case.batch.groups):
-        rewards = np.array([each.reward for each in group.episodes])
-        own = normalised([rewards], case.estimator)[0]
-        turns = normalised([np.array(each.score.turns, float) for each in group.episodes], case.estimator)
-        tokens = normalised([np.concatenate([[], *each.score.tokens]) for each in group.episodes], case.estimator)
-        for g, each in enumerate(group.episodes):
-            lengths = [len(turn.token_ids) for turn in each.turns]
-            expected = np.full(sum(lengths), own[g])
+        rewards = np.array([episode.reward for episode in group.episodes])
+        group_advantages = normalised([rewards], case.estimator)[0]
+        turns = normalised([np.array(episode.score.turns, float) for episode in group.episodes], case.estimator)
+        tokens = normalised([np.concatenate([[], *episode.score.tokens]) for episode in group.episodes], case.estimator)
+        for g, episode in enumerate(group.episodes):
+            lengths = [len(turn.token_ids) for turn in episode.turns]
+            expected = np.full(sum(lengths), group_advantages[g])
             expected += np.repeat(turns[g], lengths) if len(turns[g]) else 0
             expected += tokens[g] if len(tokens[g]) else 0
-            one = given[p][g]
-            packed = np.full(sum(lengths), float(one), np.float32) if isinstance(given, torch.Tensor) else np.array(one)
+            advantage = advantages[p][g]
+            packed = (
+                np.full(sum(lengths), float(advantage), np.float32)
+                if isinstance(advantages, torch.Tensor)
+                else np.array(advantage)
+            )
             assert np.allclose(packed, expected, rtol=0, atol=64 * np.finfo(np.float32).eps)
-            found.append(np.split(packed, np.cumsum(lengths)[:-1]))
-    return found
+            token_values.append(np.split(packed, np.cumsum(lengths)[:-1]))
+    return token_values
 
 
 def normalised(values: list[np.ndarray], estimator: str) -> list[np.ndarray]:
     """Center and scale over all values that are known, which are 0 otherwise and where all are equal."""
-    known = np.concatenate(values)
-    known = known[~np.isnan(known)]
-    if not len(known) or known.max() == known.min():
-        return [np.zeros(len(each)) for each in values]
-    divisor = known.std(ddof=1) + 1e-4 if estimator == "grpo" else 1.0
-    return [np.nan_to_num((each - known.mean()) / divisor) for each in values]
+    finite_values = np.concatenate(values)
+    finite_values = finite_values[~np.isnan(finite_values)]
+    if not len(finite_values) or finite_values.max() == finite_values.min():
+        return [np.zeros(len(array)) for array in values]
+    divisor = finite_values.std(ddof=1) + 1e-4 if estimator == "grpo" else 1.0
+    return [np.nan_to_num((array - finite_values.mean()) / divisor) for array in values]
 
 
 def updates_of(engine: TitanEngine, case: Case, laid: PackedBatch, own: slice = slice(None)) -> list[dict[str, Value]]:
-    found = engine.train_batch(
-        [replace(each, rows=each.rows[own]) for each in laid.minibatches],
+    step_metrics = engine.train_batch(
+        [replace(minibatch, rows=minibatch.rows[own]) for minibatch in laid.minibatches],
         StepRequest(
             loss=case.loss,
             epochs=case.epochs,
@@ -188,8 +192,8 @@ def updates_of(engine: TitanEngine, case: Case, laid: PackedBatch, own: slice = 
             version=3,
         ),
     ).metrics
-    assert None not in found
-    return [each for each in found if each is not None]
+    assert None not in step_metrics
+    return [metrics for metrics in step_metrics if metrics is not None]
 
 
 def apart(found: float, expected: float) -> float:
@@ -222,8 +226,10 @@ def check_plain(family: str, seeds: range, folder: Path) -> None:
         laid = case.packed()
         if not laid.minibatches:
             continue  # all groups are uniform
-        total = [sum(each) for each in zip(*((m.tokens, m.sequences) for m in case_minibatches(case)), strict=True)]
-        finite = [sum(int(np.isfinite(turn.logprobs).sum()) for turn in each.turns) for each in case.batch.episodes]
+        total = [sum(counts) for counts in zip(*((m.tokens, m.sequences) for m in case_minibatches(case)), strict=True)]
+        finite = [
+            sum(int(np.isfinite(turn.logprobs).sum()) for turn in episode.turns) for episode in case.batch.episodes
+        ]
         assert total == [sum(finite), len(finite)], "all tokens and episodes count once"
         frozen = case.settings.frozen[0].rstrip("*") if case.settings.frozen else None
         plain = PlainTrainer(model, titan, case.settings.optimizer, frozen=frozen)
@@ -238,11 +244,11 @@ def check_plain(family: str, seeds: range, folder: Path) -> None:
             temperature=case.temperature,
             total_updates=case.total_updates,
         )
-        found = [reduce(each) for each in updates_of(engine, case, laid)]
-        assert len(found) == len(expected) == engine.updates
+        metric_values = [reduce(metrics) for metrics in updates_of(engine, case, laid)]
+        assert len(metric_values) == len(expected) == engine.updates
         gaps = [
             apart(metrics[name], value)
-            for metrics, values in zip(found, expected, strict=True)
+            for metrics, values in zip(metric_values, expected, strict=True)
             for name, value in zip(("loss", "grad_norm", "lr"), values, strict=True)
         ]
         weights = far(hf_weights(engine.model), plain.weights(folder / "plain"), start)
@@ -292,12 +298,12 @@ def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp
         if case.seed not in alone:
             engine = TitanEngine(tmp_path, case.settings, reference=case.loss.kl_coef > 0)
             start = hf_weights(engine.model)
-            own = [reduce(each) for each in updates_of(engine, case, case.packed())]
-            alone[case.seed] = own, start, hf_weights(engine.model)
+            metric_values = [reduce(metrics) for metrics in updates_of(engine, case, case.packed())]
+            alone[case.seed] = metric_values, start, hf_weights(engine.model)
         expected, start, end = alone[case.seed]
         parts = [results[index] for results in by_rank]
         shares = [parts[rank] for rank in TrainSettings(**LAYOUTS[name]).heads(2)]
-        found = [reduce(merge_all(each)) for each in zip(*(metrics for metrics, _ in shares), strict=True)]
+        found = [reduce(merge_all(metrics)) for metrics in zip(*(metrics for metrics, _ in shares), strict=True)]
         gaps = [
             apart(mine[key], value)
             for mine, theirs in zip(found, expected, strict=True)

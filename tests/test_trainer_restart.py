@@ -125,9 +125,9 @@ def content(saved: Path) -> dict[str, torch.Tensor]:
     """Weights, optimizer state and steps of a training state."""
     reader = TensorReader(saved)
     sizes = reader.read_metadata().state_dict_metadata
-    found = {name: torch.empty(tensor.size) for name, tensor in sizes.items()}  # type: ignore[union-attr]
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+    tensors = {name: torch.empty(tensor.size) for name, tensor in sizes.items()}  # type: ignore[union-attr]
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def ended(replica: Replica) -> bool:
@@ -188,16 +188,16 @@ def test_ranks_that_die_or_are_stopped_are_replaced_and_training_goes_on(tmp_pat
                 assert await trainer.publish(store, dtype="float32") == trainer.version == seed - 1
                 assert furthest(await read(store, trainer.version), published[trainer.version]) < 1e-6
             assert furthest(published[0], published[1]) > 1e-3
-            held = sum(path.stat().st_size for path in segments(shm))
+            file_bytes = sum(path.stat().st_size for path in segments(shm))
 
             # In the middle of a publish; a restart that fails is told, and can be tried again.
             await step(trainer, 3)
-            good = store._recovery.transports
-            deadly = DeadlyTransport("local", good["local"]._volumes)  # type: ignore[attr-defined]
+            transports = store._recovery.transports
+            deadly = DeadlyTransport("local", transports["local"]._volumes)  # type: ignore[attr-defined]
             store._recovery.transports = {"local": deadly}
             with pytest.raises(ReplicaError, match=r"call publish: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(trainer.publish(store, dtype="float32"), WAIT_S)
-            store._recovery.transports = good
+            store._recovery.transports = transports
             assert await latest(store) == 1
             dead = trainer._ranks.service.replicas[0]
             (tmp_path / "empty").mkdir()
@@ -217,7 +217,7 @@ def test_ranks_that_die_or_are_stopped_are_replaced_and_training_goes_on(tmp_pat
             assert furthest(await read(store, 1), await read(store, 0)) > 1e-3
             await step(trainer, 1)
             await trainer.publish(store, dtype="float32")
-            assert sum(path.stat().st_size for path in segments(shm)) == held
+            assert sum(path.stat().st_size for path in segments(shm)) == file_bytes
 
             # In the middle of a save: the one before it stays as it was.
             checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
@@ -234,10 +234,10 @@ def test_ranks_that_die_or_are_stopped_are_replaced_and_training_goes_on(tmp_pat
             with pytest.raises(ReplicaError, match=r"call finish_save: rank 1: .*SIGKILL"):
                 await save_and_die()
             assert (tmp_path / "checkpoints" / ".step-000002.partial").exists()
-            whole = checkpoints.set_damaged_aside(pytest.fail)
-            assert whole is not None
-            assert whole.step == 1
-            await trainer.restart(whole.training)
+            checkpoint = checkpoints.set_damaged_aside(pytest.fail)
+            assert checkpoint is not None
+            assert checkpoint.step == 1
+            await trainer.restart(checkpoint.training)
             assert (trainer.version, trainer.updates) == (2, 2)
             assert await step(trainer, 2) == pytest.approx(losses[2], abs=1e-6)
 

@@ -76,9 +76,9 @@ class TransportSetup:
 @contextlib.asynccontextmanager
 async def opened(name: str, logs: Path, shm: Path) -> AsyncIterator[tuple[Transport, Service]]:
     """A store with a transport, and processes that use it."""
-    async with cluster(logs) as (made, faults):
-        store = await WeightStore.start(WeightStore.Config(transport=name, shm=shm), made, faults, deadline_s=60)
-        service = Service(new_service_name(), made, faults)
+    async with cluster(logs) as (meshes, faults):
+        store = await WeightStore.start(WeightStore.Config(transport=name, shm=shm), meshes, faults, deadline_s=60)
+        service = Service(new_service_name(), meshes, faults)
         try:
             await service.watch(service.spawn(FakeRank, ranks=4), deadline_s=60)
             transport = store.transport()
@@ -132,10 +132,10 @@ def test_what_ranks_write_is_read_elsewhere_bit_for_bit(setup: TransportSetup, d
         for entry in manifest.tensors:
             assert entry.fingerprint == fingerprint(values_of(version, entry.name).to(dtype), entry.shape)
         # Two readers side by side, and this process.
-        found = await asyncio.gather(
+        versions_read = await asyncio.gather(
             *(setup.call(reader, "read", manifest) for reader in READERS), read(setup.transport, manifest)
         )
-        assert all(same(tensors, all_of(version), dtype) for tensors in found)
+        assert all(same(tensors, all_of(version), dtype) for tensors in versions_read)
         await setup.transport.free(manifest.keys)
 
     setup.run(main())
@@ -146,10 +146,10 @@ def test_a_transport_works_wherever_it_is_unpickled(setup: TransportSetup):
 
     async def main() -> None:
         manifest = await setup.publish(version)
-        again: Transport = pickle.loads(pickle.dumps(setup.transport))
-        assert type(again) is type(setup.transport)
-        assert same(await read(again, manifest), all_of(version))
-        await again.free(manifest.keys)
+        unpickled_transport: Transport = pickle.loads(pickle.dumps(setup.transport))
+        assert type(unpickled_transport) is type(setup.transport)
+        assert same(await read(unpickled_transport, manifest), all_of(version))
+        await unpickled_transport.free(manifest.keys)
         with pytest.raises(WeightsError):
             await read(setup.transport, manifest)
 
@@ -160,14 +160,14 @@ def test_a_version_is_read_while_others_come_and_go(setup: TransportSetup):
     first = setup.new_version()
 
     async def main() -> None:
-        held = await setup.publish(first)
-        slow = asyncio.create_task(setup.call(READERS[0], "read_slowly", held))
+        first_manifest = await setup.publish(first)
+        slow = asyncio.create_task(setup.call(READERS[0], "read_slowly", first_manifest))
         read_again = 0
 
         async def keep_reading() -> None:
             nonlocal read_again
             while not slow.done():
-                assert same(await setup.call(READERS[1], "read", held), all_of(first))
+                assert same(await setup.call(READERS[1], "read", first_manifest), all_of(first))
                 read_again += 1
 
         async with asyncio.TaskGroup() as group:
@@ -184,7 +184,7 @@ def test_a_version_is_read_while_others_come_and_go(setup: TransportSetup):
             await setup.ask(READERS[0], "go_on")
             assert same(await slow, all_of(first))
         assert read_again > 1, "the version must be read while others are published for this to be a test"
-        await setup.transport.free([*held.keys, *last.keys])
+        await setup.transport.free([*first_manifest.keys, *last.keys])
 
     setup.run(main())
 
@@ -193,18 +193,18 @@ def test_a_delta_shares_what_has_not_changed_with_the_version_before(setup: Tran
     first, second, third = (setup.new_version() for _ in range(3))
 
     async def main() -> None:
-        one = await setup.publish(first)
-        two = await setup.publish(second, base=one, unchanged=("embed", "experts"))
+        first_manifest = await setup.publish(first)
+        two = await setup.publish(second, base=first_manifest, unchanged=("embed", "experts"))
         assert {entry.name for bucket in two.written for entry in two.entries[bucket.key]} == {
             "out", "head", "bias", "scale"
         }  # fmt: skip
-        assert two.bytes == one.bytes
+        assert two.bytes == first_manifest.bytes
         of_two = {**all_of(second), "embed": first, "experts": first}
         assert same(await setup.call(READERS[0], "read", two), of_two)
         # What only the first one needs goes.
-        await setup.transport.free([key for key in one.keys if key not in two.keys])
+        await setup.transport.free([key for key in first_manifest.keys if key not in two.keys])
         with pytest.raises(WeightsError):
-            await setup.call(READERS[0], "read", one)
+            await setup.call(READERS[0], "read", first_manifest)
         assert same(await setup.call(READERS[0], "read", two), of_two)
 
         three = await setup.publish(third, base=two, unchanged=[name for name in LAYOUT if name != "bias"])
@@ -221,14 +221,14 @@ def test_when_nothing_changed_nothing_is_written(setup: TransportSetup):
     first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one = await setup.publish(first)
-        drafted = await setup.reserve(second, base=one, unchanged=tuple(LAYOUT))
+        first_manifest = await setup.publish(first)
+        drafted = await setup.reserve(second, base=first_manifest, unchanged=tuple(LAYOUT))
         reports = await setup.write(drafted)
         assert reports == [[]] * 4
         two = complete(drafted, reports)
-        assert (two.version, two.keys) == (second, one.keys)
+        assert (two.version, two.keys) == (second, first_manifest.keys)
         assert same(await setup.call(READERS[0], "read", two), all_of(first))
-        await setup.transport.free(one.keys)
+        await setup.transport.free(first_manifest.keys)
 
     setup.run(main())
 
@@ -237,17 +237,17 @@ def test_freed_buckets_are_gone_and_others_stay(setup: TransportSetup):
     first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one, two = await setup.publish(first), await setup.publish(second)
+        first_manifest, two = await setup.publish(first), await setup.publish(second)
         # This process and another one have read it before, and notice all the same.
-        assert same(await read(setup.transport, one), all_of(first))
-        assert same(await setup.call(READERS[0], "read", one), all_of(first))
+        assert same(await read(setup.transport, first_manifest), all_of(first))
+        assert same(await setup.call(READERS[0], "read", first_manifest), all_of(first))
         for _ in range(2):  # twice is fine
-            await setup.transport.free(one.keys)
+            await setup.transport.free(first_manifest.keys)
             with pytest.raises(WeightsError):
-                await read(setup.transport, one)
+                await read(setup.transport, first_manifest)
             for reader in READERS:
                 with pytest.raises(WeightsError):
-                    await setup.call(reader, "read", one)
+                    await setup.call(reader, "read", first_manifest)
         await setup.transport.free(["999/0"])
         await setup.transport.free([])
         assert same(await setup.call(READERS[0], "read", two), all_of(second))
@@ -260,12 +260,12 @@ def test_what_is_freed_and_written_again_is_not_taken_for_what_it_was(setup: Tra
     first, second = setup.new_version(), setup.new_version()
 
     async def main() -> None:
-        one = await setup.publish(first)
-        assert same(await setup.call(READERS[0], "read", one), all_of(first))
-        await setup.transport.free(one.keys)
+        first_manifest = await setup.publish(first)
+        assert same(await setup.call(READERS[0], "read", first_manifest), all_of(first))
+        await setup.transport.free(first_manifest.keys)
         two = await setup.publish(second)
         with pytest.raises(WeightsError):
-            await setup.call(READERS[0], "read", one)
+            await setup.call(READERS[0], "read", first_manifest)
         assert same(await setup.call(READERS[0], "read", two), all_of(second))
         await setup.transport.free(two.keys)
 
@@ -360,7 +360,7 @@ def test_readers_that_give_up_leave_nothing_behind(setup: TransportSetup):
 def test_any_cut_of_any_model_comes_back(setup: TransportSetup, shapes, dtype, bucket_bytes, data):
     version = setup.new_version()
     wholes = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
-    cuts = {name: data.draw(tilings(tuple(whole.shape), step=8)) for name, whole in wholes.items()}
+    cuts = {name: data.draw(tilings(tuple(tensor.shape), step=8)) for name, tensor in wholes.items()}
     ranks = max(len(slices) for slices in cuts.values())
     shards = [
         [
@@ -374,18 +374,19 @@ def test_any_cut_of_any_model_comes_back(setup: TransportSetup, shapes, dtype, b
     async def main() -> None:
         drafted = await setup.transport.reserve(
             draft(
-                [TensorSpec(name=name, shape=tuple(whole.shape)) for name, whole in wholes.items()],
+                [TensorSpec(name=name, shape=tuple(tensor.shape)) for name, tensor in wholes.items()],
                 version=version,
                 dtype=dtype,
                 bucket_bytes=bucket_bytes,
             )
         )
         manifest = complete(
-            drafted, [await setup.transport.write(drafted, own, rank=rank) for rank, own in enumerate(shards)]
+            drafted,
+            [await setup.transport.write(drafted, rank_shards, rank=rank) for rank, rank_shards in enumerate(shards)],
         )
-        found = await read(setup.transport, manifest)
-        assert found.keys() == wholes.keys()
-        assert all(torch.equal(found[name], whole.to(dtype)) for name, whole in wholes.items())
+        tensors = await read(setup.transport, manifest)
+        assert tensors.keys() == wholes.keys()
+        assert all(torch.equal(tensors[name], tensor.to(dtype)) for name, tensor in wholes.items())
         await setup.transport.free(manifest.keys)
 
     setup.run(main())

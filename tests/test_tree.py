@@ -67,9 +67,9 @@ class Fragile(Forking):
         type(self).forked += 1
         if type(self).forked == 1:
             raise OSError("no room for a copy")
-        made = type(self)(self.task)
-        made.said = [*self.said]
-        return made
+        copy = type(self)(self.task)
+        copy.said = [*self.said]
+        return copy
 
 
 def trees(kind: type, leaves: int = 4, **changes: object) -> tuple[RolloutExecutor, StagedEnvironment]:
@@ -113,13 +113,13 @@ async def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected:
 
 async def test_a_branch_that_fails_costs_that_branch_only() -> None:
     Fragile.forked = 0
-    seen = list[Episode]()
-    executor, environment = trees(Fragile, groups=1, on_episode=seen.append)
+    episodes = list[Episode]()
+    executor, environment = trees(Fragile, groups=1, on_episode=episodes.append)
     async with asyncio.timeout(60):
         (group,) = (await executor.next_batch()).groups
         while environment.closed < Fragile.forked - 1:  # noqa: ASYNC110  the last are closed after the batch
             await asyncio.sleep(0)
-    assert [episode.problem for episode in seen if not episode.outcome.scored] == ["no room for a copy"]
+    assert [episode.problem for episode in episodes if not episode.outcome.scored] == ["no room for a copy"]
     assert len(group.episodes) == 6
     assert executor._scheduler.outcomes[Outcome.COMPLETED] == 6
     assert environment.closed == Fragile.forked - 1, "a branch without a world of its own closes none"
@@ -221,8 +221,10 @@ async def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
     generator = Undecided()
     executor = rollouts(environment=StagedEnvironment(Whole), leaves=3, episodes=6, groups=1, generator=generator)
     (group,) = (await asyncio.wait_for(executor.next_batch(), 60)).groups
-    found = sorted((each.turns[-1].branch, [turn.text for turn in each.turns], each.output) for each in group.episodes)
-    assert found == [
+    branches = sorted(
+        (episode.turns[-1].branch, [turn.text for turn in episode.turns], episode.output) for episode in group.episodes
+    )
+    assert branches == [
         branch
         for tree in (0, 3)
         for branch in (
@@ -238,7 +240,7 @@ async def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
         assert pieces == [episode.turns[-1].branch[: depth + 1] for depth in range(len(pieces))]
         for before, after in pairwise(episode.turns):
             assert after.prompt_ids.tolist() == before.context.tolist()
-    logprobs = next(each for each in group.episodes if each.turns[-1].branch == (0, 0, 0)).turns
+    logprobs = next(episode for episode in group.episodes if episode.turns[-1].branch == (0, 0, 0)).turns
     assert [turn.logprobs.tolist() for turn in logprobs] == [[-3.0, -0.5], [-1.5], [-2.0]]
     assert len(generator.seen) == 6, "what episodes have in common is decoded once"
     assert len({sampling.seed for _, sampling in generator.seen}) == 6
@@ -306,19 +308,21 @@ def test_advantages_of_a_hand_worked_tree() -> None:
         [root] * 3 + [1 - 1 / 2 + 1 - 2 / 3] * 2,
         [0 - 1 / 2 + 0 - 1 / 2] * 2,
     ]
-    (found,) = tree_advantages(tree())
-    for own, wanted in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own, wanted, rtol=1e-6)
+    (advantages,) = tree_advantages(tree())
+    for values, expected_values in zip(advantages, expected, strict=True):
+        np.testing.assert_allclose(values, expected_values, rtol=1e-6)
 
 
 def test_equal_rewards_give_zero_and_unscored_episodes_do_not_count() -> None:
     (group,) = tree().groups
     equal = tuple(replace(episode, score=Score(total=0.1)) for episode in group.episodes)
-    assert not any(own.any() for own in tree_advantages(Batch(groups=(replace(group, episodes=equal),), version=0))[0])
+    assert not any(
+        values.any() for values in tree_advantages(Batch(groups=(replace(group, episodes=equal),), version=0))[0]
+    )
     failed = (*group.episodes, replace(group.episodes[2], score=None))
     more = tree_advantages(Batch(groups=(replace(group, episodes=failed),), version=0))[0]
-    for own, same in zip(more, tree_advantages(tree())[0], strict=False):
-        assert own.tolist() == same.tolist()
+    for values, expected_values in zip(more, tree_advantages(tree())[0], strict=False):
+        assert values.tolist() == expected_values.tolist()
     assert not more[4].any()
 
 
@@ -333,38 +337,38 @@ def test_a_tree_is_computed_once_with_the_gradient_of_its_episodes(by: str, unsc
         group = replace(group, episodes=(*episodes, group.episodes[3]))
         batch = Batch(groups=(group,), version=0)
     apart = tuple(
-        replace(each, turns=tuple(replace(turn, branch=()) for turn in each.turns)) for each in group.episodes
+        replace(episode, turns=tuple(replace(turn, branch=()) for turn in episode.turns)) for episode in group.episodes
     )
     separate = Batch(groups=(replace(group, episodes=apart),), version=0)
     advantages = tree_advantages(batch) if by == "nodes" else torch.tensor([[0.5, -0.25, 0.75, -1.0]])
     gradients = []
-    for given, layout in ((batch, Layout(seq_len=64)), (separate, Layout(seq_len=64, share_prefixes=False))):
-        laid = pack(given, advantages, layout)
+    for laid_batch, layout in ((batch, Layout(seq_len=64)), (separate, Layout(seq_len=64, share_prefixes=False))):
+        laid = pack(laid_batch, advantages, layout)
         loss = torch.zeros((), dtype=torch.float64)
         for row in laid.rows:
             scored = model(row.token_ids, row.positions, dense_mask(row)).gather(1, row.targets[:, None]).squeeze(1)
             loss = loss - (scored * row.advantages)[row.mask].sum()
         (minibatch,) = laid.minibatches
         gradients.append(torch.autograd.grad(loss / minibatch.tokens, list(model.parameters())))
-        if given is batch:
+        if laid_batch is batch:
             assert (laid.trained_tokens, laid.unscored_tokens) == (12 - unscored, unscored)
             assert laid.packed_tokens == 15
             assert decoded_tokens(group.episodes for group in batch.groups) == 12
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-6)
+    for gradient, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-9, rtol=1e-6)
 
 
 def test_what_is_known_of_tokens_in_common_is_found_again() -> None:
     batch = tree()
     laid = pack(batch, tree_advantages(batch), Layout(seq_len=64), drop_uniform=False)
     targets = [row.targets.double() for row in laid.rows]
-    found = unpack(laid, targets)
+    logprobs = unpack(laid, targets)
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
-        written = np.concatenate([each.token_ids for each in episode.turns])
-        assert found[place].tolist() == written[mask].tolist()
+        token_ids = np.concatenate([turn.token_ids for turn in episode.turns])
+        assert logprobs[place].tolist() == token_ids[mask].tolist()
     valued = values_of_episodes(batch, laid, targets)
-    for episode, own in zip(batch.episodes, valued, strict=True):
-        assert own.tolist() == np.concatenate([each.token_ids for each in episode.turns]).tolist()
+    for episode, values in zip(batch.episodes, valued, strict=True):
+        assert values.tolist() == np.concatenate([turn.token_ids for turn in episode.turns]).tolist()
 
 
 def test_the_world_in_the_documentation_is_the_recipes() -> None:

@@ -48,9 +48,9 @@ async def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: 
             manifest = await publish(version, unchanged)
             assert {bucket.host for bucket in manifest.buckets} == {"a"}
             changed |= {name: version for name in LAYOUT if name not in unchanged}
-            found = await read()
-            for name, of in changed.items():
-                assert torch.equal(found[name], values_of(of, name).to(torch.bfloat16)), (version, name)
+            tensors = await read()
+            for name, version_of in changed.items():
+                assert torch.equal(tensors[name], values_of(version_of, name).to(torch.bfloat16)), (version, name)
         # Two versions of one bucket each are kept where they are written; the other host keeps what may be read.
         assert segments() == {"a": 2, "b": 1}
         assert (await store.received())["b"].keys() == {"a"}
@@ -70,12 +70,12 @@ async def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: 
             while store.deaths == 1 - replica:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await store.returned("ab"[replica])
-            found = await read()
-            assert all(torch.equal(found[name], values_of(5, name).to(torch.bfloat16)) for name in LAYOUT)
+            tensors = await read()
+            assert all(torch.equal(tensors[name], values_of(5, name).to(torch.bfloat16)) for name in LAYOUT)
         for version in (6, 7):
             await publish(version)
-            found = await read()
-            assert all(torch.equal(found[name], values_of(version, name).to(torch.bfloat16)) for name in LAYOUT)
+            tensors = await read()
+            assert all(torch.equal(tensors[name], values_of(version, name).to(torch.bfloat16)) for name in LAYOUT)
         assert segments() == {"a": 2, "b": 1}
         assert faults.fatal is None
         faults.closing = True

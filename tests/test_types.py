@@ -80,21 +80,21 @@ def test_a_prompt_shorter_than_the_history_starts_a_new_segment():
 
 def routed(turn: Turn, mark: int) -> Turn:
     """A turn whose tokens were routed to experts that tell the turn and the position."""
-    rows = np.array([[[mark, at]] for at in range(len(turn.context) - 1)], np.uint8)
+    rows = np.array([[[mark, position]] for position in range(len(turn.context) - 1)], np.uint8)
     return replace(turn, routed=rows)
 
 
 def test_a_segments_experts_are_of_the_first_turn_to_compute_them():
     first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5, 6])
-    whole = episode(routed(first, 1), routed(second, 2))
-    (segment,) = whole.segments
+    routed_episode = episode(routed(first, 1), routed(second, 2))
+    (segment,) = routed_episode.segments
     # Token 4, the first turn's last, was drawn there and computed in the second turn; 6 was not computed at all.
     expected = [[1, 0], [1, 1], [1, 2], [2, 3], [2, 4], [2, 5], [2, 5]]
     assert segment.routed is not None
     assert segment.routed.tolist() == [[row] for row in expected]
     assert segment.routed.dtype == np.uint8
-    assert pickle.loads(pickle.dumps(whole)) == whole
-    assert whole != episode(routed(first, 1), second)
+    assert pickle.loads(pickle.dumps(routed_episode)) == routed_episode
+    assert routed_episode != episode(routed(first, 1), second)
     (segment,) = episode(first, routed(second, 2)).segments
     assert segment.routed is not None, "the second turn has computed the first one's tokens too"
     assert (segment.routed[:, 0, 0] == 2).all()
@@ -102,19 +102,23 @@ def test_a_segments_experts_are_of_the_first_turn_to_compute_them():
 
 
 def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():
-    made = turn([1, 2], [3, 4], version=7)
-    assert [made.prompt_ids.dtype, made.logprobs.dtype, made.versions.dtype] == [np.int32, np.float32, np.int32]
+    compact_turn = turn([1, 2], [3, 4], version=7)
+    assert [compact_turn.prompt_ids.dtype, compact_turn.logprobs.dtype, compact_turn.versions.dtype] == [
+        np.int32,
+        np.float32,
+        np.int32,
+    ]
     with pytest.raises(ValueError, match="read-only"):
-        made.token_ids[0] = 9
-    own = np.array([1, 2], np.int32)
+        compact_turn.token_ids[0] = 9
+    prompt_ids = np.array([1, 2], np.int32)
     with pytest.raises(ValueError, match="read-only"):
-        replace(made, prompt_ids=own).prompt_ids[0] = 9
-    assert own.flags.writeable, "the caller's array stays its own"
+        replace(compact_turn, prompt_ids=prompt_ids).prompt_ids[0] = 9
+    assert prompt_ids.flags.writeable, "the caller's array stays its own"
     with pytest.raises(ValueError, match="read-only"):
-        pickle.loads(pickle.dumps(made, pickle.HIGHEST_PROTOCOL)).token_ids[0] = 9
-    assert made == turn([1, 2], [3, 4], version=7) == pickle.loads(pickle.dumps(made))
-    assert made != turn([1, 2], [3, 5], version=7)
-    assert made != turn([1, 2], [3, 4], version=8)
+        pickle.loads(pickle.dumps(compact_turn, pickle.HIGHEST_PROTOCOL)).token_ids[0] = 9
+    assert compact_turn == turn([1, 2], [3, 4], version=7) == pickle.loads(pickle.dumps(compact_turn))
+    assert compact_turn != turn([1, 2], [3, 5], version=7)
+    assert compact_turn != turn([1, 2], [3, 4], version=8)
     with pytest.raises(TypeError, match="prompt_ids"):
         Turn(token_ids=(1,), logprobs=(-1.0,), versions=(0,), text="")  # type: ignore[call-arg]
 
@@ -136,7 +140,7 @@ SHOWN: Any = ({"role": "tool", "content": "4"},)
     ids=lambda made: type(made).__name__,
 )
 def test_compact_objects_are_one_object_each_frozen_and_travel_whole(made: Any):
-    names = [each.name for each in fields(made)]
+    names = [field.name for field in fields(made)]
     assert not hasattr(made, "__dict__")
     for name in names:
         with pytest.raises(FrozenInstanceError):
@@ -147,18 +151,22 @@ def test_compact_objects_are_one_object_each_frozen_and_travel_whole(made: Any):
     for name in names:
         changed = made.updated(**{name: "other"})
         assert getattr(changed, name) == "other"
-        assert all(getattr(changed, each) is getattr(made, each) for each in names if each != name)
+        assert all(
+            getattr(changed, name_of_field) is getattr(made, name_of_field)
+            for name_of_field in names
+            if name_of_field != name
+        )
     with pytest.raises(AttributeError, match="typo"):
         made.updated(typo=1)
 
 
 def test_an_unchecked_turn_is_the_same_as_a_checked_one():
-    given = {name: getattr(MADE, name) for name in ("prompt_ids", "token_ids", "logprobs", "versions", "text")}
-    made = Turn.unchecked(**given)
-    assert made == MADE
-    assert (made.truncated, made.routed, made.seconds) == (False, None, 0.0)
+    turn_fields = {name: getattr(MADE, name) for name in ("prompt_ids", "token_ids", "logprobs", "versions", "text")}
+    unchecked_turn = Turn.unchecked(**turn_fields)
+    assert unchecked_turn == MADE
+    assert (unchecked_turn.truncated, unchecked_turn.routed, unchecked_turn.seconds) == (False, None, 0.0)
     with pytest.raises(TypeError, match="positional arguments"):
-        Turn.unchecked(**given, typo=1)
+        Turn.unchecked(**turn_fields, typo=1)
 
 
 def test_a_chunk_travels_whole():
@@ -187,26 +195,28 @@ def test_a_batch_takes_less_than_31_bytes_a_token(turns: int):
     try:
         batch = Batch(groups=(Group(task=TASK, episodes=(long_episode(), long_episode())),), version=0)
         gc.collect()
-        held = tracemalloc.get_traced_memory()[0]
+        traced_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert sum(len(segment.token_ids) for each in batch.episodes for segment in each.segments) == 2 * tokens
-    assert held < 31 * 2 * tokens
+    assert sum(len(segment.token_ids) for episode in batch.episodes for segment in episode.segments) == 2 * tokens
+    assert traced_bytes < 31 * 2 * tokens
     assert all(
-        np.shares_memory(turn.prompt_ids, each.turns[-1].prompt_ids) for each in batch.episodes for turn in each.turns
+        np.shares_memory(turn.prompt_ids, episode.turns[-1].prompt_ids)
+        for episode in batch.episodes
+        for turn in episode.turns
     )
 
 
 def test_an_episode_leaves_its_callers_turns_as_they_are():
     first, second = turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9], [5])
     before = first.prompt_ids, first.token_ids
-    whole = episode(first, second)
+    two_turns = episode(first, second)
     assert (first.prompt_ids is before[0], first.token_ids is before[1]) == (True, True)
-    assert whole.turns == (first, second)
-    assert np.shares_memory(whole.turns[0].token_ids, whole.turns[1].prompt_ids)
-    again = pickle.loads(pickle.dumps(whole))
-    assert again == whole
-    assert np.shares_memory(again.turns[0].token_ids, again.turns[1].prompt_ids)
+    assert two_turns.turns == (first, second)
+    assert np.shares_memory(two_turns.turns[0].token_ids, two_turns.turns[1].prompt_ids)
+    unpickled_episode = pickle.loads(pickle.dumps(two_turns))
+    assert unpickled_episode == two_turns
+    assert np.shares_memory(unpickled_episode.turns[0].token_ids, unpickled_episode.turns[1].prompt_ids)
 
 
 def test_an_episode_without_turns_has_no_segments_and_no_text():

@@ -28,12 +28,12 @@ def test_a_files_function_reaches_a_process_that_does_not_know_the_file(tmp_path
 
     file = tmp_path / "mine.py"
     file.write_text("WORTH = 2.0\n\ndef score(task, text): return WORTH * len(text)\n")
-    sent = cloudpickle.dumps(load(f"{file}:score", "--reward"))
+    pickle_bytes = cloudpickle.dumps(load(f"{file}:score", "--reward"))
     file.unlink()
     command = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())(None, 'abc'))"
-    done = subprocess.run([sys.executable, "-c", command], input=sent, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", command], input=pickle_bytes, capture_output=True, check=True)
     assert done.stdout.decode().strip() == "6.0"
-    assert pickle.loads(sent)(None, "a") == 2.0
+    assert pickle.loads(pickle_bytes)(None, "a") == 2.0
 
 
 def test_what_it_imports_reaches_a_process_that_lacks_those_files_if_asked(
@@ -48,7 +48,7 @@ def test_what_it_imports_reaches_a_process_that_lacks_those_files_if_asked(
     before = set(cloudpickle.list_registry_pickle_by_value())
     send_modules()
     try:
-        sent = cloudpickle.dumps(score)
+        pickle_bytes = cloudpickle.dumps(score)
         added = set(cloudpickle.list_registry_pickle_by_value()) - before
     finally:
         for name in added:
@@ -57,7 +57,7 @@ def test_what_it_imports_reaches_a_process_that_lacks_those_files_if_asked(
     assert "its_helper" in added
     assert not {name for name in added if name.partition(".")[0] in ("forge_rl", "json", "torch", "pytest")}
     command = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())(None, '3'))"
-    done = subprocess.run([sys.executable, "-c", command], input=sent, capture_output=True, check=True, cwd="/")
+    done = subprocess.run([sys.executable, "-c", command], input=pickle_bytes, capture_output=True, check=True, cwd="/")
     assert done.stdout.decode().strip() == "6"
 
 

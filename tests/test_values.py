@@ -35,8 +35,8 @@ LOSS = ValueLoss(clip=0.2)
 
 
 def engine_of(folder: Path, *, values: bool = True, **settings: Any) -> TitanEngine:
-    given = {"dtype": "float64", "seq_len": 64, "optimizer": OPTIMIZER, **settings}
-    return TitanEngine(folder, TrainSettings(**given), values=values)
+    train_settings = {"dtype": "float64", "seq_len": 64, "optimizer": OPTIMIZER, **settings}
+    return TitanEngine(folder, TrainSettings(**train_settings), values=values)
 
 
 def make_value_model(folder: Path, family: str = "llama", **config: object) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -73,14 +73,14 @@ def packed(batch: Batch, **layout: Any) -> PackedBatch:
 
 def plain_values(reference: Any, head: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     """Value of each trained token of each episode: the head's output one token before it."""
-    found = []
+    row_values = []
     for episode in batch.episodes:
         (segment,) = episode.segments
         ids = torch.tensor(np.asarray(segment.token_ids), dtype=torch.int64)
         with InFloat64():
             hidden = reference.model(ids[None]).last_hidden_state[0]
-        found.append((hidden[:-1] @ head[0])[torch.tensor(np.asarray(segment.trained))[1:]])
-    return found
+        row_values.append((hidden[:-1] @ head[0])[torch.tensor(np.asarray(segment.trained))[1:]])
+    return row_values
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "granite", "olmo2"])
@@ -91,25 +91,33 @@ def test_values_and_their_gradients_are_those_of_transformers(family: str, tmp_p
     batch = random_batch(3, vocab=43)
     laid = packed(batch)
     expected = plain_values(reference, weight, batch)
-    found = unpack(laid, engine.values(laid.rows))
+    policy_values = unpack(laid, engine.values(laid.rows))
     assert torch.cat(expected).std() > 0.1
-    assert max(float((found[e] - each.detach()).abs().max()) for e, each in enumerate(expected)) < 1e-10
+    assert (
+        max(
+            float((policy_values[e] - expected_values.detach()).abs().max())
+            for e, expected_values in enumerate(expected)
+        )
+        < 1e-10
+    )
 
     columns = columns_of(batch)
     returns, old = (
-        [torch.from_numpy(each).double() for group in columns[name] for each in group]
+        [torch.from_numpy(array).double() for group in columns[name] for array in group]
         for name in ("returns", "old_values")
     )
     total, clipped = torch.zeros((), dtype=torch.float64), 0
     for value, target, before in zip(expected, returns, old, strict=True):
-        held = before + torch.clamp(value - before, -0.2, 0.2)
-        total = total + (0.5 * torch.maximum((value - target) ** 2, (held - target) ** 2)).sum()
-        clipped += int(((held - target) ** 2 > (value - target) ** 2).sum())
+        clipped_value = before + torch.clamp(value - before, -0.2, 0.2)
+        total = total + (0.5 * torch.maximum((value - target) ** 2, (clipped_value - target) ** 2)).sum()
+        clipped += int(((clipped_value - target) ** 2 > (value - target) ** 2).sum())
     tokens = sum(map(len, expected))
     (total / tokens).backward()
 
-    kept: list[torch.Tensor] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: kept.extend(p.grad.clone() for p in engine.model.parameters()))
+    gradients: list[torch.Tensor] = []
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(p.grad.clone() for p in engine.model.parameters())
+    )
     (metrics,) = engine.train_batch(
         laid.minibatches, StepRequest(loss=LOSS, temperature=0.3, total_updates=5, version=0)
     ).metrics
@@ -124,13 +132,13 @@ def test_values_and_their_gradients_are_those_of_transformers(family: str, tmp_p
     assert measured["values/mean"] == pytest.approx(float(values.mean()))
     assert not {"entropy", "logprob_gap", "ratio/max"} & measured.keys()
 
-    theirs = {name: each.grad for name, each in reference.named_parameters()} | {"score.weight": weight.grad}
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()} | {"score.weight": weight.grad}
     compared = set()
-    for (name, weights), grad in zip(engine.model.named_parameters(), kept, strict=True):
+    for (name, weights), grad in zip(engine.model.named_parameters(), gradients, strict=True):
         for part in engine.model.names.parts(name, weights.shape):
             if part.name in theirs:  # transformers stacks what most families' files keep apart
-                wanted = theirs[part.name]
-                error = (part.of(grad) - wanted).abs().max() / wanted.abs().max()
+                expected_grad = theirs[part.name]
+                error = (part.of(grad) - expected_grad).abs().max() / expected_grad.abs().max()
                 assert error < 1e-9, part.name
                 compared.add(part.name)
     assert {"score.weight", "model.embed_tokens.weight", "model.norm.weight"} <= compared
@@ -145,7 +153,7 @@ def test_a_value_head_starts_at_0_and_its_export_loads_elsewhere(family: str, ti
     engine = engine_of(tmp_path)
     batch = random_batch(0, vocab=43)
     laid = packed(batch)
-    assert all(not each.any() for each in engine.values(laid.rows))
+    assert all(not values.any() for values in engine.values(laid.rows))
     for _ in range(3):
         engine.train_batch(laid.minibatches, StepRequest(loss=LOSS, total_updates=5))
     for part in ("training", "model"):
@@ -161,15 +169,15 @@ def test_a_value_head_starts_at_0_and_its_export_loads_elsewhere(family: str, ti
     assert opened.config.num_labels == 1
     assert opened.score.weight.abs().max() > 1e-3
     # The export is in float32, so compare with an engine that reads it.
-    again = engine_of(folder)
-    values = unpack(laid, again.values(laid.rows))
-    reference = in_float64(opened, again.model)
+    resumed_engine = engine_of(folder)
+    values = unpack(laid, resumed_engine.values(laid.rows))
+    reference = in_float64(opened, resumed_engine.model)
     expected = plain_values(reference, reference.score.weight, batch)
-    assert max(float((values[e] - each).abs().max()) for e, each in enumerate(expected)) < 1e-10
+    assert max(float((values[e] - expected_values).abs().max()) for e, expected_values in enumerate(expected)) < 1e-10
     resumed = engine_of(tmp_path)
     assert resumed.load_training_state(tmp_path / "saved" / "training") == 2
-    for one, other in zip(resumed.values(laid.rows), engine.values(laid.rows), strict=True):
-        assert torch.equal(one, other)
+    for resumed_values, other in zip(resumed.values(laid.rows), engine.values(laid.rows), strict=True):
+        assert torch.equal(resumed_values, other)
     assert resumed.updates == 3
 
 
@@ -178,9 +186,9 @@ def test_a_reset_head_is_0_again(tmp_path: Path):
     engine, laid = engine_of(tmp_path), packed(random_batch(0, vocab=43))
     for _ in range(2):
         engine.train_batch(laid.minibatches, StepRequest(loss=LOSS, total_updates=5))
-    assert any(each.any() for each in engine.values(laid.rows))
+    assert any(values.any() for values in engine.values(laid.rows))
     engine.reset(OptimizerConfig())
-    assert not any(each.any() for each in engine.values(laid.rows))
+    assert not any(values.any() for values in engine.values(laid.rows))
 
 
 def test_values_are_refused_of_a_policy_and_logprobs_of_a_value_model(tmp_path: Path):
@@ -255,7 +263,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def train_as_rank(rank: int, folder: Path, families: list[str]) -> dict[str, Any]:
-    found = {}
+    results = {}
     for family in families:
         for name, degrees in LAYOUTS.items():
             engine = engine_of(folder / family, **degrees)
@@ -272,8 +280,8 @@ def train_as_rank(rank: int, folder: Path, families: list[str]) -> dict[str, Any
             metrics = engine.train_batch(mine, StepRequest(loss=LOSS, epochs=2, total_updates=5)).metrics
             engine.save(saved := folder / f"{family} {name}", folder / family, version=0).result()
             heads = load_file(saved / "model" / "model.safetensors")["score.weight"]
-            found[f"{family} {name}"] = metrics, hf_weights(engine.model), valued, heads
-    return found
+            results[f"{family} {name}"] = metrics, hf_weights(engine.model), valued, heads
+    return results
 
 
 def test_two_ranks_value_and_train_as_one(tmp_path: Path):
@@ -289,20 +297,22 @@ def test_two_ranks_value_and_train_as_one(tmp_path: Path):
         laid = packed(random_batch(0, vocab=43, groups=4))
         before = unpack(laid, alone.values(laid.rows))
         metrics = alone.train_batch(laid.minibatches, StepRequest(loss=LOSS, epochs=2, total_updates=5)).metrics
-        expected, weights = [reduce(each or {}) for each in metrics], hf_weights(alone.model)
+        expected, weights = [reduce(update or {}) for update in metrics], hf_weights(alone.model)
         for name in LAYOUTS:
             shares = [ranks[rank] for rank in TrainSettings(**LAYOUTS[name]).heads(2)]
             parts = [rank[f"{family} {name}"] for rank in shares]
-            for index, one in enumerate(expected):
+            for index, update in enumerate(expected):
                 merged = reduce(merge_all(part[0][index] for part in parts))
                 of_ranks = ("attention/", "pipeline/")
                 together = {key: value for key, value in merged.items() if not key.startswith(of_ranks)}
-                assert together == pytest.approx(one, rel=1e-9, abs=1e-12), (family, name)
+                assert together == pytest.approx(update, rel=1e-9, abs=1e-12), (family, name)
             for rank in ranks:
-                own = rank[f"{family} {name}"]
-                assert own[1].keys() <= weights.keys()
-                assert max(float((own[1][key] - weights[key]).abs().max()) for key in own[1]) < 1e-10, (family, name)
-                assert torch.equal(own[3], weights["score.weight"].float()), "the export"
-            flat = torch.cat([each for part in parts for each in part[2]])
+                rank_results = rank[f"{family} {name}"]
+                assert rank_results[1].keys() <= weights.keys()
+                assert (
+                    max(float((rank_results[1][key] - weights[key]).abs().max()) for key in rank_results[1]) < 1e-10
+                ), (family, name)
+                assert torch.equal(rank_results[3], weights["score.weight"].float()), "the export"
+            flat = torch.cat([values for part in parts for values in part[2]])
             values = torch.cat(list(before.values()))
             assert float(flat.sum()) == pytest.approx(float(values.sum()), rel=1e-9), (family, name)

@@ -46,13 +46,13 @@ class Scheduler(RuleBasedStateMachine):
         room = self.keep - (coming > 0)
         newest = self.newest
         for place, version in enumerate(unleased):
-            taken: dict[str, int] = {}
+            buckets: dict[str, int] = {}
             for other in unleased[: place + 1]:
-                taken |= self.held.get(other, {})
-            if version != newest and (place >= room or coming + sum(taken.values()) > self.keep_bytes):
-                for gone in unleased[place:]:
-                    if gone != newest:
-                        del self.held[gone]
+                buckets |= self.held.get(other, {})
+            if version != newest and (place >= room or coming + sum(buckets.values()) > self.keep_bytes):
+                for dropped_version in unleased[place:]:
+                    if dropped_version != newest:
+                        del self.held[dropped_version]
                 return
 
     @rule(version=st.integers(0, 12))
@@ -75,8 +75,8 @@ class Scheduler(RuleBasedStateMachine):
         version = data.draw(st.sampled_from(sorted(self.writing)))
         base = self.writing[version]
         shared = dict(list(self.base_buckets[version].items())[:2]) if shares else {}
-        own = f"{version}/{self.epoch}.0"
-        manifest = replace(manifest_of(version, {own: size, **shared}), epoch=self.epoch)
+        bucket_key = f"{version}/{self.epoch}.0"
+        manifest = replace(manifest_of(version, {bucket_key: size, **shared}), epoch=self.epoch)
         if (self.newest is not None and version < self.newest) or (shared and base != self.newest):
             with pytest.raises(WeightsError, match=r"comes too late|shares tensors"):
                 self.index.commit(manifest)
@@ -84,7 +84,7 @@ class Scheduler(RuleBasedStateMachine):
         before = self.buckets()
         del self.writing[version], self.base_buckets[version]
         freed = self.index.commit(manifest)
-        self.held[version], self.epochs[version] = {own: size, **shared}, self.epoch
+        self.held[version], self.epochs[version] = {bucket_key: size, **shared}, self.epoch
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
 
@@ -100,12 +100,12 @@ class Scheduler(RuleBasedStateMachine):
 
     @rule(version=st.none() | st.integers(0, 12))
     def lease(self, version: int | None) -> None:
-        wanted = self.newest if version is None else version
-        if wanted in self.held:
+        version_read = self.newest if version is None else version
+        if version_read in self.held:
             name = f"{self.named}"
             self.named += 1
-            assert self.index.lease(name, version).bytes == sum(self.held[wanted].values())
-            self.leases.append((wanted, self.epochs[wanted]))
+            assert self.index.lease(name, version).bytes == sum(self.held[version_read].values())
+            self.leases.append((version_read, self.epochs[version_read]))
             self.names.append(name)
         else:
             with pytest.raises(WeightsError, match="there is no version"):
@@ -130,7 +130,7 @@ class Scheduler(RuleBasedStateMachine):
         self.stale += [(begun, self.epoch) for begun in self.writing]
         self.writing.clear()
         self.base_buckets.clear()
-        for newer in [held for held in self.held if held > version]:
+        for newer in [version_held for version_held in self.held if version_held > version]:
             buckets = self.held.pop(newer)
             if (leased := (newer, self.epochs[newer])) in self.leases:
                 self.forgotten[leased] = buckets

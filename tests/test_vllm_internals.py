@@ -82,12 +82,12 @@ def test_joined_outputs_keep_their_most_likely_tokens() -> None:
         return RequestOutput("1", None, [1], None, [completion], finished=False)
 
     sampled, outputs = [9, 2, 7], [output(9), output(2), output(7)]
-    apart = [each.outputs[0] for each in outputs]
-    whole = output(9)
-    for each in sampled[1:]:
-        whole.add(output(each), aggregate=True)
+    apart = [request_output.outputs[0] for request_output in outputs]
+    joined_output = output(9)
+    for request_output in sampled[1:]:
+        joined_output.add(output(request_output), aggregate=True)
     sampling = Sampling(max_tokens=9, top_logprobs=3)
-    for completions in (apart, whole.outputs):
+    for completions in (apart, joined_output.outputs):
         chunk = joined_chunk(completions, sampling, [("1", 0)], 0)
         assert chunk.token_ids.tolist() == sampled
         assert chunk.logprobs.tolist() == [-1.5, -3.5, -0.5]
@@ -143,21 +143,21 @@ async def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch
     )
 
     async def hold_made(made: engine.VLLMEngine, *, asleep: bool) -> tuple[bool, list[str]]:
-        whole = await made.hold(paused=False, asleep=asleep)
-        found = calls.copy()
+        is_whole = await made.hold(paused=False, asleep=asleep)
+        step_calls = calls.copy()
         calls.clear()
-        return whole, found
+        return is_whole, step_calls
 
     async def check() -> None:
-        made = engine.VLLMEngine(llm, DecodeSettings(), CacheStats())
-        hold = partial(hold_made, made)
+        vllm_engine = engine.VLLMEngine(llm, DecodeSettings(), CacheStats())
+        hold = partial(hold_made, vllm_engine)
         assert await hold(asleep=True) == (True, ["stop", "sleep 1"])
         assert await hold(asleep=False) == (True, ["wake_up ['weights', 'kv_cache']", "resume"])
-        made._loaded = True
+        vllm_engine._loaded = True
         assert await hold(asleep=True) == (False, ["stop", "sleep 2"])
         assert await hold(asleep=False) == (False, []), "there are no weights to decode with"
-        await made._restore(["weights"])  # what a load begins with, and then it ends
-        made._dropped = False
+        await vllm_engine._restore(["weights"])  # what a load begins with, and then it ends
+        vllm_engine._dropped = False
         assert await hold(asleep=False) == (True, ["wake_up ['weights']", "wake_up ['kv_cache']", "resume"])
 
     await check()
@@ -179,17 +179,24 @@ def test_norms_and_swiglu_on_a_cpu_give_what_vllms_own_give(dtype: torch.dtype):
     norm.weight.data.uniform_(0.5, 1.5)
     x, residual, gates = (torch.randn(5, n, dtype=dtype) for n in (64, 64, 128))
     strided = torch.randn(5, 128, dtype=dtype)[:, ::2]
-    whole = torch.randn(5, 64)
+    contiguous_input = torch.randn(5, 64)
     few = torch.randn(5, 20, dtype=dtype)
-    wanted = (
+    expected = (
         *(norm.forward_native(x.clone()), *norm.forward_native(x.clone(), residual.clone())),
-        *(norm.forward_native(strided), norm.forward_native(whole), narrow.forward_native(few)),
+        *(norm.forward_native(strided), norm.forward_native(contiguous_input), narrow.forward_native(few)),
         swiglu.forward_native(gates),
     )
     cpu.patch(torch.nn.ModuleList([norm, narrow, swiglu]))
-    found = (norm(x), *norm(x.clone(), residual.clone()), norm(strided), norm(whole), narrow(few), swiglu(gates))
+    results = (
+        norm(x),
+        *norm(x.clone(), residual.clone()),
+        norm(strided),
+        norm(contiguous_input),
+        narrow(few),
+        swiglu(gates),
+    )
     tolerance = 1e-6 if dtype == torch.float32 else 2**-6  # a bfloat16 of 4 is rounded by up to 2**-7
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert norm._forward_method.func is cpu._normalize
@@ -318,9 +325,11 @@ class _Scheduled:
 
         scheduled = self._scheduler.schedule()
         names = list(scheduled.num_scheduled_tokens)
-        drawn = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, [[7] for _ in names])
+        drawn = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, [[7] for _ in names])
         outputs = self._scheduler.update_from_output(scheduled, drawn)[0]
-        ended = [each.request_id for each in outputs.outputs if each.finish_reason is not None]
+        ended = [
+            request_output.request_id for request_output in outputs.outputs if request_output.finish_reason is not None
+        ]
         return outputs.scheduler_stats, [
             SimpleNamespace(request_id=name, num_preemptions=self._requests[name].num_preemptions) for name in ended
         ]
@@ -361,14 +370,14 @@ def test_a_served_engine_asks_for_the_key_on_every_route_but_probes(monkeypatch:
         reached.append(scope["path"])
 
     async def ask(path: str, key: str = "", **scope: Any) -> list[dict[str, Any]]:
-        sent: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
 
         async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+            messages.append(message)
 
         headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
         await routes({"type": "http", "method": "POST", "path": path, "headers": headers, **scope}, None, send)  # type: ignore[arg-type]
-        return sent
+        return messages
 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="VLLM_API_KEY is not set"):
@@ -398,8 +407,10 @@ def test_vllm_reads_a_served_engines_command_as_a_runs_settings(tmp_path: Path) 
     _, _, *command = serve_command(tmp_path, settings, host="127.0.0.1", port=8123, seed=5)
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
     assert (read.host, read.port, len(read.middleware)) == ("127.0.0.1", 8123, 1)
-    found, expected = AsyncEngineArgs.from_cli_args(read), engine_arguments(tmp_path, settings, 5)
-    different = {name for name, value in vars(expected).items() if (vars(found)[name] or None) != (value or None)}
+    parsed_arguments, expected = AsyncEngineArgs.from_cli_args(read), engine_arguments(tmp_path, settings, 5)
+    different = {
+        name for name, value in vars(expected).items() if (vars(parsed_arguments)[name] or None) != (value or None)
+    }
     different.discard("mm_device_do_normalize")  # of images, with another default in vLLM's server
     assert different == {"additional_config", "disable_log_stats"}, "the owner, and the loggers"
 
@@ -462,12 +473,12 @@ def test_experts_are_chosen_by_biases_also_without_groups_on_cpu(scoring: str):
     layer = torch.nn.Module()
     layer.router = CPURouter(top_k=2, global_num_experts=8, scoring_func=scoring, e_score_correction_bias=bias)  # type: ignore[assignment]
     patch(layer)
-    weights, chosen = layer.router._compute_routing(logits, logits, None)  # type: ignore[operator, union-attr]
+    weights, expert_ids = layer.router._compute_routing(logits, logits, None)  # type: ignore[operator, union-attr]
     scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid()
     expected = (scores + bias).topk(2, dim=-1).indices
-    assert torch.equal(chosen.sort(dim=-1).values.long(), expected.sort(dim=-1).values)
+    assert torch.equal(expert_ids.sort(dim=-1).values.long(), expected.sort(dim=-1).values)
     assert not torch.equal(expected.sort(dim=-1).values, scores.topk(2, dim=-1).indices.sort(dim=-1).values)
-    unbiased = scores.gather(1, chosen.long())
+    unbiased = scores.gather(1, expert_ids.long())
     assert torch.allclose(weights, unbiased / unbiased.sum(dim=-1, keepdim=True))
 
 

@@ -41,8 +41,8 @@ async def test_versions_travel_through_an_address_to_another_store(tmp_path: Pat
         await publish(store, 2, all_of(2) | {"a": 1, "d": 1}, changed=["b", "c"])
         await follow(2)
         assert values(subscriber) == {"a": 1, "b": 2, "c": 2, "d": 1}
-        written = store.pop_metrics()
-        assert written["weights/mirrored_bytes"] > 0, "the header at least"
+        store_metrics = store.pop_metrics()
+        assert store_metrics["weights/mirrored_bytes"] > 0, "the header at least"
         assert [spec.name for spec in subscriber.specs if spec.changed] == ["b", "c"]
 
         # The process that writes dies, or cannot write: the run goes on, and a later version is written whole.
@@ -51,13 +51,13 @@ async def test_versions_travel_through_an_address_to_another_store(tmp_path: Pat
         os.kill(await pid_of(mirror._service), signal.SIGKILL)
         await publish(store, 3)
         await follow(3)
-        seen = len(faults.seen)
+        fault_count = len(faults.seen)
         (tmp_path / "versions").rename(tmp_path / "elsewhere")
         (tmp_path / "versions").write_text("in the way")
         for version in (4, 5):
             await publish(store, version)
         async with asyncio.timeout(60):
-            while not any("was not written" in fault.cause for fault in faults.seen[seen:]):  # noqa: ASYNC110
+            while not any("was not written" in fault.cause for fault in faults.seen[fault_count:]):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (tmp_path / "versions").unlink()
         await publish(store, 6)
@@ -103,10 +103,10 @@ async def test_an_address_that_cannot_be_opened_or_read_is_told_at_once(
 ):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
 
-    async with cluster(tmp_path) as (made, faults):
-        for address, said in {
+    async with cluster(tmp_path) as (meshes, faults):
+        for address, message in {
             "nosuch://x": r"--weights\.mirror is an address that fsspec cannot open.*nosuch",
             "s3://bucket/run": r"--weights\.mirror cannot be read: .*does not match the signature",
         }.items():
-            with pytest.raises(WeightsError, match=said):
-                await WeightStore.start(WeightStore.Config(shm=shm, mirror=address), made, faults, deadline_s=60)
+            with pytest.raises(WeightsError, match=message):
+                await WeightStore.start(WeightStore.Config(shm=shm, mirror=address), meshes, faults, deadline_s=60)

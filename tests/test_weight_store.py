@@ -109,31 +109,31 @@ async def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path
 
 async def test_a_publish_cancelled_in_its_commit_still_knows_its_outcome(shm: Path):
     async with shared(shm) as (store, _):
-        commit, sent, answered = store._commit, asyncio.Event(), asyncio.Event()
+        commit, is_committed, answered = store._commit, asyncio.Event(), asyncio.Event()
 
         async def slow(manifest: Manifest) -> None:
             await commit(manifest)
-            sent.set()
+            is_committed.set()
             await answered.wait()
 
         store._commit = slow  # type: ignore[method-assign]
-        made: list[module.Publication] = []
+        publications: list[module.Publication] = []
 
         async def cancelled() -> None:
             write = store.transport().write
             async with store.publishing(1, specs(), torch.float32) as publication:
-                made.append(publication)
+                publications.append(publication)
                 ranks = [await write(publication.draft, shards(all_of(1), rank), rank=rank) for rank in range(RANKS)]
                 await publication.commit(ranks)
 
         publishing = asyncio.create_task(cancelled())
-        await sent.wait()
+        await is_committed.wait()
         publishing.cancel()
         await asyncio.sleep(0)
         answered.set()
         with pytest.raises(asyncio.CancelledError):
             await publishing
-        assert made[0].committed, "so that the trainer takes the next number"
+        assert publications[0].committed, "so that the trainer takes the next number"
         assert await latest(store) == 1
         await publish(store, 2)
         async with store.lease() as manifest:
@@ -182,7 +182,7 @@ async def test_what_a_publish_could_not_free_the_next_one_does(shm: Path):
 
 
 async def test_readers_never_see_values_of_two_versions(shm: Path):
-    seen: list[int] = []
+    versions: list[int] = []
     done = asyncio.Event()
     read_once = asyncio.Condition()
 
@@ -191,38 +191,38 @@ async def test_readers_never_see_values_of_two_versions(shm: Path):
             async with store.lease() as manifest:
                 assert await read(store.transport(), manifest) == all_of(manifest.version)
             async with read_once:
-                seen.append(manifest.version)
+                versions.append(manifest.version)
                 read_once.notify_all()
 
     async with shared(shm, keep_versions=1) as (store, _):
         first = await publish(store, 1)
-        async with store.lease(1) as held:  # read at the end, when eight newer ones have come and gone
+        async with store.lease(1) as leased_manifest:  # read at the end, when eight newer ones have come and gone
             async with asyncio.TaskGroup() as group:
                 for _ in range(3):
                     group.create_task(reader(store))
                 for version in range(2, 10):
-                    count = len(seen)
+                    count = len(versions)
                     await publish(store, version)
                     async with read_once:
-                        await read_once.wait_for(lambda version=version, count=count: version in seen[count:])
+                        await read_once.wait_for(lambda version=version, count=count: version in versions[count:])
                 done.set()
-            assert await read(store.transport(), held) == all_of(1)
+            assert await read(store.transport(), leased_manifest) == all_of(1)
             assert all(exist(first))
         await publish(store, 10)
         assert not any(exist(first))
-    assert max(seen) == 9
-    assert len(set(seen)) > 4, "the readers must meet many versions for this to be a test"
+    assert max(versions) == 9
+    assert len(set(versions)) > 4, "the readers must meet many versions for this to be a test"
 
 
 @pytest.mark.parametrize("changed", [tuple(SHAPES), ("a", "b"), ("c",), ()])
 async def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, changed: tuple[str, ...]):
     async with shared(shm, keep_versions=2) as (store, watched):
-        seen = []
+        store_bytes = []
         transport = store.transport()
         for version in range(1, 12):
             values = {name: version if name in changed else 1 for name in SHAPES}
             async with store.publishing(version, specs(changed), torch.float32) as publication:
-                seen.append((await watched.state()).bytes)
+                store_bytes.append((await watched.state()).bytes)
                 assert sum(path.stat().st_size - PAGE for path in segments(shm)) == (await watched.state()).bytes
                 await publication.commit(
                     [await transport.write(publication.draft, shards(values, rank), rank=rank) for rank in (0, 1)]
@@ -230,8 +230,8 @@ async def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, change
             async with store.lease() as manifest:
                 assert await read(transport, manifest) == values
         new = sum(bucket.bytes for bucket in manifest.written)
-        assert max(seen) <= 2 * VERSION_BYTES
-        assert seen[3:] == [VERSION_BYTES + new] * len(seen[3:])
+        assert max(store_bytes) <= 2 * VERSION_BYTES
+        assert store_bytes[3:] == [VERSION_BYTES + new] * len(store_bytes[3:])
         assert (new == VERSION_BYTES) == (changed == tuple(SHAPES))
 
 
@@ -279,8 +279,8 @@ async def test_a_version_without_room_changes_nothing_until_there_is_room(small_
         ballast.write_bytes(bytes(volume_module.free_bytes(small_shm) - 3 * PAGE))
         before = segments(small_shm)
         assert volume_module.free_bytes(small_shm) == 3 * PAGE
-        said = f"no room for a version of the weights in {small_shm}: {4 * PAGE} bytes are needed, {3 * PAGE} are"
-        with pytest.raises(WeightsError, match=said) as caught:
+        message = f"no room for a version of the weights in {small_shm}: {4 * PAGE} bytes are needed, {3 * PAGE} are"
+        with pytest.raises(WeightsError, match=message) as caught:
             await publish(store, 2)
         assert "--shm-size" in caught.value.hint
         assert segments(small_shm) == before
@@ -346,8 +346,8 @@ def test_the_transport_is_what_was_asked_for_or_what_can_be_used(
     config = WeightStore.Config(transport=transport, shm=small_shm)  # type: ignore[arg-type]
     said = said.format(shm=small_shm)
     if name:
-        chosen, sentence = module._choose(config, needed)
-        assert chosen == name
+        transport_name, sentence = module._choose(config, needed)
+        assert transport_name == name
         assert re.search(said, sentence)
     else:
         with pytest.raises(WeightsError, match=said) as caught:

@@ -106,14 +106,14 @@ def test_an_interpreter_is_named_or_made_once(tmp_path: Path, monkeypatch: pytes
     assert interpreter(["anything"], python=sys.executable) == Path(sys.executable)
     with pytest.raises(ConfigError, match="no interpreter /nowhere/python"):
         interpreter(["anything"], python="/nowhere/python")
-    made = tmp_path / "uv"
+    program = tmp_path / "uv"
     # A uv that makes a venv of nothing, and cannot install what is called `lost`.
-    made.write_text(
+    program.write_text(
         '#!/bin/sh\ncase "$*" in *lost*) echo "no registry" >&2; exit 2;; esac\n'
         'if [ "$1" = venv ]; then echo made >> "$(dirname $0)/calls"; mkdir -p "$4/bin"; '
         'ln -s /bin/sh "$4/bin/python"; fi\n'
     )
-    made.chmod(0o700)
+    program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     cache = tmp_path / "cache"
     first = interpreter(["one"], cache=cache)

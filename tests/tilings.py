@@ -23,12 +23,12 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...], *, step: int = 1) -> list[T
         tensor_slice = slices.pop(draw(st.integers(0, len(slices) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         unit = step if dim == len(shape) - 1 else 1
-        at = unit * draw(st.integers(0, tensor_slice.size[dim] // unit))
+        offset = unit * draw(st.integers(0, tensor_slice.size[dim] // unit))
         slices += [
-            replace(tensor_slice, size=_with(tensor_slice.size, dim, at)),
+            replace(tensor_slice, size=_with(tensor_slice.size, dim, offset)),
             TensorSlice(
-                start=_with(tensor_slice.start, dim, tensor_slice.start[dim] + at),
-                size=_with(tensor_slice.size, dim, tensor_slice.size[dim] - at),
+                start=_with(tensor_slice.start, dim, tensor_slice.start[dim] + offset),
+                size=_with(tensor_slice.size, dim, tensor_slice.size[dim] - offset),
             ),
         ]
     return draw(st.permutations(slices))

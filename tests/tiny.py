@@ -67,7 +67,7 @@ def make_tiny_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    given: dict[str, object] = {
+    options: dict[str, object] = {
         "vocab_size": 49152,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -81,7 +81,7 @@ def make_tiny_model(
         "pad_token_id": 2,
         "dtype": "float32",
     }
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given | config)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options | config)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copy(tokenizer_from / name, folder / name)
     return folder

@@ -23,25 +23,25 @@ def groups() -> list[Path]:
 
 
 async def main(profile: str) -> dict[str, object]:
-    found: dict[str, object] = {"profile": profile, "uid": os.geteuid()}
+    report: dict[str, object] = {"profile": profile, "uid": os.geteuid()}
     try:
         async with Pool(profile=profile, servers=1, warm=0):
             pass
     except SandboxError as error:
-        found["refused"] = str(error)
+        report["refused"] = str(error)
     try:
         async with Pool(profile=profile, limits=LIMITS, servers=1, warm=0, without=["landlock"]) as pool:
             for name, code, wall_s in (("memory", MEMORY, 30), ("forks", FORKS, 1)):
                 async with pool.session() as session:
                     run = ["python3", "-c", code] if profile == "process" else code
                     [group] = groups()[0].glob("[0-9]*")
-                    found["limits"] = {each: (group / each).read_text().strip() for each in READ}
+                    report["limits"] = {limit: (group / limit).read_text().strip() for limit in READ}
                     result = await session.run(run, wall_s=wall_s)
-                    found[name] = result.error and result.error.name
-                    found[f"alive after {name}"] = session.alive
+                    report[name] = result.error and result.error.name
+                    report[f"alive after {name}"] = session.alive
     except SandboxError as error:
-        found["refused again"] = str(error)
-    return found | {"left": len(groups())}
+        report["refused again"] = str(error)
+    return report | {"left": len(groups())}
 
 
 warnings.simplefilter("ignore")

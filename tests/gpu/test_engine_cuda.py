@@ -75,13 +75,13 @@ def test_an_engine_starts_loads_sleeps_and_wakes_with_the_same_weights(tmp_path:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    found = json.loads(line.removeprefix("FOUND"))
-    awake, asleep, woken, dropped, gone, back = found["free"]
-    assert found["whole"] == [True, True, False, False, True]
-    assert min(asleep, dropped, gone) > awake + (8 << 30), "keys and values take most of 0.3 of a GPU"
+    report = json.loads(line.removeprefix("FOUND"))
+    awake, asleep, woken, dropped, gone_bytes, back = report["free"]
+    assert report["whole"] == [True, True, False, False, True]
+    assert min(asleep, dropped, gone_bytes) > awake + (8 << 30), "keys and values take most of 0.3 of a GPU"
     assert max(woken, back) < asleep - (8 << 30)
-    assert len(set(map(tuple, found["greedy"]))) == 1, "the versions are the folder's own weights"
-    assert min(found["in_place"]) > 0.99
+    assert len(set(map(tuple, report["greedy"]))) == 1, "the versions are the folder's own weights"
+    assert min(report["in_place"]) > 0.99
 
 
 def test_a_seed_gives_the_same_tokens_with_and_without_drafts() -> None:

@@ -17,7 +17,9 @@ def gpus_of(pid: int) -> set[str]:
     """Ids of the GPUs on which a process has a context, as nvidia-smi sees it."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid", "--format=csv,noheader"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {uuid.strip() for found, _, uuid in (line.partition(",") for line in lines) if found.strip() == str(pid)}
+    return {
+        uuid.strip() for pid_text, _, uuid in (line.partition(",") for line in lines) if pid_text.strip() == str(pid)
+    }
 
 
 def train_and_save(rank: int, folder: Path, saved: Path) -> int:

@@ -36,19 +36,21 @@ def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
     model = head(torch.bfloat16)
     hidden = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(0, 5000, (tokens,), device="cuda")
-    given, exact = (hidden.clone().requires_grad_() for _ in range(2))
+    inputs, exact = (hidden.clone().requires_grad_() for _ in range(2))
     weight = model.weight.detach().clone().requires_grad_()
-    logprobs, entropy, *_ = model(given, targets, Scoring(temperature=0.7))
-    wanted = token_scores(linear(exact.double(), weight.double()).float(), targets, Scoring(temperature=0.7))
+    logprobs, entropy, *_ = model(inputs, targets, Scoring(temperature=0.7))
+    exact_scores = token_scores(linear(exact.double(), weight.double()).float(), targets, Scoring(temperature=0.7))
     assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs, wanted[0], atol=1e-3, rtol=0)
-    torch.testing.assert_close(entropy, wanted[1], atol=1e-3, rtol=0)
+    torch.testing.assert_close(logprobs, exact_scores[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(entropy, exact_scores[1], atol=1e-3, rtol=0)
     logprobs.sum().backward()
-    wanted[0].sum().backward()
-    for found, expected in ((given.grad, exact.grad), (model.weight.grad, weight.grad)):
-        assert found is not None
+    exact_scores[0].sum().backward()
+    for gradient, expected in ((inputs.grad, exact.grad), (model.weight.grad, weight.grad)):
+        assert gradient is not None
         assert expected is not None
-        torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.01 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            gradient.float(), expected.float(), rtol=0.05, atol=0.01 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.parametrize("targets_each", [1, 3])
@@ -60,13 +62,13 @@ def test_scores_of_whole_vocabularies_are_those_of_float64(targets_each: int, en
     logits[1, 100:] = -torch.inf
     targets = torch.randint(0, 100, (300, targets_each), device="cuda")
     scoring = Scoring(temperature=0.7, entropy_gradient=entropy_gradient, squares=True)
-    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    scores, expected = token_scores(given, targets, scoring), token_scores(exact, targets, scoring)
-    for value, wanted in zip(scores[:3], expected[:3], strict=True):
-        torch.testing.assert_close(value, wanted.float(), rtol=1e-5, atol=2e-5)
+    inputs, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    scores, expected = token_scores(inputs, targets, scoring), token_scores(exact, targets, scoring)
+    for value, expected_value in zip(scores[:3], expected[:3], strict=True):
+        torch.testing.assert_close(value, expected_value.float(), rtol=1e-5, atol=2e-5)
     for result in (scores, expected):
         (result.logprobs.sum() + (result.entropy.sum() if entropy_gradient else 0)).backward()
-    torch.testing.assert_close(given.grad, exact.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inputs.grad, exact.grad.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_many_targets_never_hold_all_logits(monkeypatch: pytest.MonkeyPatch):
@@ -121,8 +123,8 @@ def test_flash_attention_over_sequences_is_what_the_dense_mask_says():
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0.02, atol=0.02)
     for result in (out, expected):
         result.sum().backward()
-    for x, wanted in zip(inputs, exact, strict=True):
-        torch.testing.assert_close(x.grad.double().cpu(), wanted.grad, rtol=0.05, atol=0.05)
+    for x, exact_input in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(x.grad.double().cpu(), exact_input.grad, rtol=0.05, atol=0.05)
 
 
 def test_flex_attention_sees_what_the_dense_mask_says():
@@ -135,12 +137,12 @@ def test_flex_attention_sees_what_the_dense_mask_says():
     q, k, v = (torch.randn(1, len(row), 4, 64, generator=generator) for _ in range(3))
     inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
     compile_attention()
-    found = FlexAttention(FlexAttention.Config())(*inputs, attention_masks=attention_mask(on_gpu(row)))
+    attention_output = FlexAttention(FlexAttention.Config())(*inputs, attention_masks=attention_mask(on_gpu(row)))
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in exact), attn_mask=dense_mask(row))
     real = row.trees >= 0
-    torch.testing.assert_close(found.cpu()[:, real], expected.transpose(1, 2)[:, real], atol=5e-3, rtol=1e-2)
-    found.cpu()[:, real].square().sum().backward()
+    torch.testing.assert_close(attention_output.cpu()[:, real], expected.transpose(1, 2)[:, real], atol=5e-3, rtol=1e-2)
+    attention_output.cpu()[:, real].square().sum().backward()
     expected.transpose(1, 2)[:, real].square().sum().backward()
     for mine, theirs in zip(inputs, exact, strict=True):
         assert mine.grad is not None

@@ -20,8 +20,8 @@ def engine_of(folder: Path, **settings: object):  # type: ignore[no-untyped-def]
     from forge_rl.engines.titan.train import TitanEngine
 
     optimizer = OptimizerConfig(lr=1e-3)
-    given = {"dtype": "bfloat16", "seq_len": 256, "optimizer": optimizer, **settings}
-    return TitanEngine(folder, TrainSettings(**given))  # type: ignore[arg-type]
+    train_settings = {"dtype": "bfloat16", "seq_len": 256, "optimizer": optimizer, **settings}
+    return TitanEngine(folder, TrainSettings(**train_settings))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -35,8 +35,13 @@ def laid():  # type: ignore[no-untyped-def]
 
 
 def state_of(engine) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    moments = [each for state in engine.optimizer.state.values() for each in state.values() if each.dim()]
-    return [each.detach().cpu().clone() for each in (*engine.model.parameters(), *moments)]
+    moments = [
+        state_tensor
+        for state in engine.optimizer.state.values()
+        for state_tensor in state.values()
+        if state_tensor.dim()
+    ]
+    return [tensor.detach().cpu().clone() for tensor in (*engine.model.parameters(), *moments)]
 
 
 def gradient_norm(engine) -> float:  # type: ignore[no-untyped-def]
@@ -60,14 +65,14 @@ def test_bfloat16_updates_move_float32_weights_and_keep_the_norm(folder: Path):
 
 def test_what_leaves_the_device_comes_back_bit_by_bit_and_trains_on(folder: Path):
     engine, other = engine_of(folder), engine_of(folder)
-    for each in (engine, other):
-        train_batch(each, laid())
+    for engine_of_pair in (engine, other):
+        train_batch(engine_of_pair, laid())
     before = state_of(engine)
-    held = torch.cuda.memory_allocated()
+    allocated_bytes = torch.cuda.memory_allocated()
     moved = engine.offload()
     assert moved > 0
     assert engine.offload() == 0
-    assert torch.cuda.memory_allocated() <= held - moved
+    assert torch.cuda.memory_allocated() <= allocated_bytes - moved
     assert engine.onload() == moved
     assert all(map(torch.equal, before, state_of(engine)))
     assert gradient_norm(engine) == pytest.approx(gradient_norm(other), rel=1e-3)
@@ -80,11 +85,11 @@ def test_a_checkpoint_is_continued_from(folder: Path, tmp_path: Path):
     for name in ("training", "model"):
         (saved / name).mkdir(parents=True)
     engine.offload()
-    written = engine.save(saved, folder, version=7)
+    write = engine.save(saved, folder, version=7)
     expected = state_of(engine)
     train_batch(engine, laid())  # while it is written
-    written.result()
-    again = engine_of(folder)
-    assert again.load_training_state(saved / "training") == 7
-    assert again.updates == 1
-    assert all(map(torch.equal, expected, state_of(again)))
+    write.result()
+    resumed_engine = engine_of(folder)
+    assert resumed_engine.load_training_state(saved / "training") == 7
+    assert resumed_engine.updates == 1
+    assert all(map(torch.equal, expected, state_of(resumed_engine)))

@@ -43,11 +43,13 @@ def test_a_segment_gets_the_bytes_and_an_engine_reads_them(published: torch.dtyp
     print(f"pinned to write: {memory.is_pinned()}, to read: {segment.readable(ref).is_pinned()}")  # the driver's choice
     assert segment.writable(ref).data_ptr() == memory.data_ptr()
     places = [part.view(published).view(2048, 1024) for part in memory.split(size)]
-    whole = TensorSlice.whole((2048, 1024))
-    found = move([Move(to, of.cuda(), (2048, 1024), whole) for to, of in zip(places, values, strict=True)])
-    for place, of, value in zip(places, values, found, strict=True):
-        assert torch.equal(place, of.to(published))
-        assert value == fingerprint(of.to(published), (2048, 1024))
+    full_slice = TensorSlice.whole((2048, 1024))
+    fingerprints = move(
+        [Move(to, tensor.cuda(), (2048, 1024), full_slice) for to, tensor in zip(places, values, strict=True)]
+    )
+    for place, tensor, value in zip(places, values, fingerprints, strict=True):
+        assert torch.equal(place, tensor.to(published))
+        assert value == fingerprint(tensor.to(published), (2048, 1024))
     read = segment.readable(ref).view(published).view(3, 2048, 1024).cuda()
     assert torch.equal(read.cpu(), torch.stack([value.to(published) for value in values]))
     segment.release(ref)

@@ -43,9 +43,9 @@ def as_user(uid: int, work: Callable[[], T]) -> T:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        good, value = pickle.load(pipe)
+        is_value, value = pickle.load(pipe)
     os.waitpid(child, 0)
-    assert good, value
+    assert is_value, value
     return value  # type: ignore[no-any-return]
 
 

@@ -85,8 +85,8 @@ SHAPES = "assert shapes() == ((1, 2.5), {'a': [None, True]}, {3}, b'x', 1 << 70,
     ],
 )  # fmt: skip
 def test_an_honest_solution_passes(loop: asyncio.Runner, code: str, truth: dict):
-    found = score(loop, code, **truth)
-    assert (found.total, found.feedback) == (1, "")
+    result = score(loop, code, **truth)
+    assert (result.total, result.feedback) == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_an_honest_solution_passes(loop: asyncio.Runner, code: str, truth: dict)
     ],
 )  # fmt: skip
 def test_an_honest_program_prints_the_right_output(loop: asyncio.Runner, code: str, cases: object):
-    found = loop.run(PATIENT_PROGRAM(task(cases=cases), fenced(code)))
-    assert (found.total, found.feedback) == (1, "")
+    result = loop.run(PATIENT_PROGRAM(task(cases=cases), fenced(code)))
+    assert (result.total, result.feedback) == (1, "")
 
 
 def test_a_share_of_the_tests_counts_if_asked_for(loop: asyncio.Runner):
     half = "def answer(n): return {1: 2}.get(n, 11)"
-    given = task(tests=TESTS.splitlines(), cases=CASES)
-    assert loop.run(UnitTests(partial=True)(given, fenced(half))).total == pytest.approx(2 / 3)
+    tested_task = task(tests=TESTS.splitlines(), cases=CASES)
+    assert loop.run(UnitTests(partial=True)(tested_task, fenced(half))).total == pytest.approx(2 / 3)
     program = fenced(f"{half}\nprint(answer(int(input())))")
-    assert loop.run(Programs(partial=True)(given, program)).total == pytest.approx(2 / 3)
-    assert loop.run(PROGRAM(given, program)).total == 0
+    assert loop.run(Programs(partial=True)(tested_task, program)).total == pytest.approx(2 / 3)
+    assert loop.run(PROGRAM(tested_task, program)).total == 0
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_plain_data_comes_back_equal_and_of_its_own_class():
     shapes = [None, True, -1, 1 << 80, 1.5, float("inf"), 2j, "a\ud800", b"\xff", [1, (2,), {3}, frozenset({4})]]
     shapes += [{(1, 2): {"a": []}}, range(1, 9, 2)]
     for shape in shapes:
-        found = plain.decode(plain.encode(shape))
-        assert (found, type(found)) == (shape, type(shape))
+        decoded_value = plain.decode(plain.encode(shape))
+        assert (decoded_value, type(decoded_value)) == (shape, type(shape))
 
 
 @pytest.mark.parametrize(

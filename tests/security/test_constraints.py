@@ -28,20 +28,20 @@ from tests.fake_backend import tokenizer
 def test_repeats_are_bounded_over_rules(rules: str, problem: str):
     from forge_rl.gateway.constraint_worker import repeats_too_much  # imports transformers, by way of xgrammar
 
-    found = repeats_too_much(rules)
-    assert (problem in found) if problem else not found, found
+    reason = repeats_too_much(rules)
+    assert (problem in reason) if problem else not reason, reason
 
 
 async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
     monkeypatch: pytest.MonkeyPatch, nothing_left: None, high_descriptors: None
 ):
-    tried: list[str] = []
+    checked_texts: list[str] = []
 
     checker = ConstraintChecker(tokenizer(), TrialLimits(wall_s=60, read_s=1, compile_s=1, walk_s=5))
     trial = checker._try
 
     def counted(kind: str, text: str) -> str:
-        tried.append(text)
+        checked_texts.append(text)
         return trial(kind, text)
 
     monkeypatch.setattr(checker, "_try", counted)
@@ -50,7 +50,7 @@ async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
             with pytest.raises(ApiError, match="it takes too long"):
                 await checker.check("ebnf", "root ::= " + "[a-zA-Z ]* " * 2000)
         await asyncio.gather(*[checker.check("regex", "[a-z]{3}") for _ in range(9)])
-        assert len(tried) == 2, "verdicts are kept, and the same is not tried twice at a time"
+        assert len(checked_texts) == 2, "verdicts are kept, and the same is not tried twice at a time"
 
         assert checker._process is not None
         checker._process.kill()
@@ -63,21 +63,21 @@ async def test_one_that_hangs_is_refused_and_its_process_can_be_killed(
 async def test_a_caller_with_many_constraints_delays_others_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    tried: list[str] = []
+    checked_texts: list[str] = []
 
     def note(kind: str, text: str) -> str:
-        tried.append(text)
+        checked_texts.append(text)
         return ""
 
     checker = ConstraintChecker(tokenizer())
     monkeypatch.setattr(checker, "_try", note)
-    many = [asyncio.ensure_future(checker.check("regex", f"many{each}", "many")) for each in range(17)]
+    many = [asyncio.ensure_future(checker.check("regex", f"many{number}", "many")) for number in range(17)]
     await asyncio.gather(checker.check("regex", "other", "other"), return_exceptions=True)
-    found = await asyncio.gather(*many, return_exceptions=True)
-    assert tried == ["many0", "other", *(f"many{each}" for each in range(1, 16))]
-    assert [str(each) for each in found if each is not None] == [str(found[16])]
-    assert isinstance(found[16], ApiError)
-    assert found[16].status == 503
+    errors = await asyncio.gather(*many, return_exceptions=True)
+    assert checked_texts == ["many0", "other", *(f"many{number}" for number in range(1, 16))]
+    assert [str(error) for error in errors if error is not None] == [str(errors[16])]
+    assert isinstance(errors[16], ApiError)
+    assert errors[16].status == 503
     assert not checker._callers, "nothing is kept of a caller that has gone"
     await checker.close()
     with pytest.raises(ApiError, match="was closed"):

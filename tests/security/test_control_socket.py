@@ -77,9 +77,9 @@ def while_served(folder: Path, attack: Callable[[], T]) -> T:
 
     async def check() -> T:
         async with served(folder):
-            found = await asyncio.to_thread(attack)
+            replies = await asyncio.to_thread(attack)
             assert (await asyncio.to_thread(attached(folder).ask, "status")) == {"step": 0}
-            return found
+            return replies
 
     return asyncio.run(check())
 
@@ -131,12 +131,12 @@ def test_another_user_is_refused_even_where_modes_would_admit_it(folder: Path):
     def attack() -> list[bytes | None]:
         path = folder / SOCKET
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        found = [as_user(NOBODY, lambda: lets_in(folder))]
+        refusals = [as_user(NOBODY, lambda: lets_in(folder))]
         folder.chmod(0o755)
-        found.append(as_user(NOBODY, lambda: lets_in(folder)))
+        refusals.append(as_user(NOBODY, lambda: lets_in(folder)))
         path.chmod(0o666)
-        found.append(as_user(NOBODY, lambda: lets_in(folder)))
-        return found
+        refusals.append(as_user(NOBODY, lambda: lets_in(folder)))
+        return refusals
 
     assert while_served(folder, attack) == [None, None, b""], "the last one is let in and asked for its name"
 
@@ -228,11 +228,11 @@ def test_a_client_that_does_not_read_its_reply_is_cut(tmp_path: Path, monkeypatc
         with connect(tmp_path, SOCKET, timeout_s=20) as client:
             client.sendall(b'{"do": "long", "with": {}}\n')
             time.sleep(0.6)
-            found = 0
+            byte_count = 0
             with contextlib.suppress(OSError):
                 while part := client.recv(1 << 20):
-                    found += len(part)
-            return found
+                    byte_count += len(part)
+            return byte_count
 
     assert while_served(tmp_path, attack) < 1 << 24
 
@@ -241,10 +241,10 @@ def test_a_client_that_reads_slowly_gets_all_of_its_reply(tmp_path: Path):
     def found(size: int) -> int:
         with connect(tmp_path, SOCKET, timeout_s=20) as client:
             client.sendall(b'{"do": "long", "with": {"size": %d}}\n' % size)
-            found = 0
+            byte_count = 0
             while part := client.recv(1 << 13):
-                found += len(part)
-            return found - len(b'{"result": ""}\n')
+                byte_count += len(part)
+            return byte_count - len(b'{"result": ""}\n')
 
     sizes = range(1 << 19, 1 << 20, 1 << 13)  # whatever a socket holds, some leave it almost empty at the end
     assert while_served(tmp_path, lambda: [*map(found, sizes)]) == [*sizes]
@@ -295,8 +295,8 @@ def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
 
 async def test_simultaneous_clients_are_all_answered_one_change_at_a_time(tmp_path: Path):
     async with served(tmp_path) as (control, _):
-        asked = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
-        replies = await asyncio.gather(*asked)
+        requests = [asyncio.to_thread(attached(tmp_path).ask, "note", number=number) for number in range(10)]
+        replies = await asyncio.gather(*requests)
         assert sorted(control.order) == list(range(10))
         assert sorted(map(len, replies)) == list(range(1, 11))
         assert all(reply == control.order[: len(reply)] for reply in replies)
@@ -416,9 +416,9 @@ def outside(folder: Path, attack: Callable[[dict[str, Any]], T]) -> tuple[T, lis
 
     async def check() -> tuple[T, list[int]]:
         async with served_outside(folder) as (control, place):
-            found = await asyncio.to_thread(attack, place)
+            reply = await asyncio.to_thread(attack, place)
             await asyncio.to_thread(attached(folder).ask, "status")
-            return found, control.order
+            return reply, control.order
 
     return asyncio.run(check())
 
@@ -427,13 +427,13 @@ def over_tcp(place: dict[str, Any], message: bytes) -> bytes:
     """Sends bytes after the server's nonce; returns all that comes back."""
     with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
         client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL)
-        found = b""
+        data = b""
         with contextlib.suppress(OSError):
             client.sendall(message)
             client.shutdown(socket.SHUT_WR)
             while part := client.recv(1 << 16):
-                found += part
-        return found
+                data += part
+        return data
 
 
 REQUEST = b'{"do": "note", "with": {"number": 7}}\n'
@@ -441,8 +441,8 @@ REQUEST = b'{"do": "note", "with": {"number": 7}}\n'
 
 def test_a_client_of_another_machine_is_served_with_the_key_of_the_folder(folder: Path):
     (folder / "config.json").touch()
-    found, noted = outside(folder, lambda _: attached(folder).ask("note", number=7))
-    assert (found, noted) == ([7], [7])
+    replies, noted = outside(folder, lambda _: attached(folder).ask("note", number=7))
+    assert (replies, noted) == ([7], [7])
     assert len(outside(folder, lambda _: attached(folder).ask("long"))[0]) == 1 << 24
 
 

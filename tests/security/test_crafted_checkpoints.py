@@ -117,7 +117,7 @@ def test_a_piece_that_is_not_of_its_tensor_is_refused(value: object, field: str,
 @pytest.mark.parametrize("dtype", ["Evil", "load", "", "nn", None, 3])
 def test_a_dtype_that_is_none_is_refused(dtype: object, engine: TitanEngine, saved: Path):
     path = saved / "index.json"
-    path.write_text(json.dumps({name: each | {"dtype": dtype} for name, each in json.loads(path.read_text()).items()}))
+    path.write_text(json.dumps({name: spec | {"dtype": dtype} for name, spec in json.loads(path.read_text()).items()}))
     refused(engine, saved, "cannot be read")
 
 

@@ -229,12 +229,12 @@ def test_the_caches_lock_is_not_written_through_a_link(tmp_path: Path):
 
 def test_every_loader_of_models_says_that_it_runs_no_code():
     loaders = {"from_pretrained", "AsyncEngineArgs"}
-    found = []
+    values = []
     for path in (ROOT / "forge_rl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in loaders:
-                said = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                found.append((path.name, said.get("trust_remote_code")))
+                keywords = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                values.append((path.name, keywords.get("trust_remote_code")))
     places = (
         "arguments.py",
         "bundled.py",
@@ -244,7 +244,7 @@ def test_every_loader_of_models_says_that_it_runs_no_code():
         "tokenizer.py",
         "transformers_model.py",
     )
-    assert sorted(found) == [(place, "False") for place in places]
+    assert sorted(values) == [(place, "False") for place in places]
 
 
 @pytest.mark.parametrize(

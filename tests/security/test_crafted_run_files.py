@@ -132,12 +132,12 @@ def test_a_place_in_the_tasks_that_is_nonsense_is_refused(changed: dict[str, obj
 
 @pytest.mark.parametrize("content", [b"../../elsewhere\n", b"\xff", b"", b"a/b", b"12345678\n12345678"])
 def test_a_wandb_id_that_is_none_of_ours_is_made_anew(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[dict[str, Any]] = []
-    wandb = type("Wandb", (), {"init": lambda **options: asked.append(options)})
+    requests: list[dict[str, Any]] = []
+    wandb = type("Wandb", (), {"init": lambda **options: requests.append(options)})
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     (tmp_path / "wandb_run_id").write_bytes(content)
     for _ in range(2):
         WandbSink("papers").start(RunInfo(recipe="grpo", model="m", folder=tmp_path, steps=3, step=1))
-    assert asked[0]["id"] == asked[1]["id"]
-    assert len(asked[0]["id"]) == 8
-    assert asked[0]["id"].isalnum()
+    assert requests[0]["id"] == requests[1]["id"]
+    assert len(requests[0]["id"]) == 8
+    assert requests[0]["id"].isalnum()

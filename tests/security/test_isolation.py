@@ -242,8 +242,8 @@ def test_who_is_a_person_is_for_the_machine_to_say(tmp_path: Path):
 def test_public_ports_are_distinguished_from_loopback_ports():
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as public:
         for with_hosts in (False, True):
-            found = public_ports(psutil.Process(), with_hosts=with_hosts)
-            assert found == [f"0.0.0.0:{public.getsockname()[1]}"]
+            ports = public_ports(psutil.Process(), with_hosts=with_hosts)
+            assert ports == [f"0.0.0.0:{public.getsockname()[1]}"]
     assert public_ports(psutil.Process()) == []
 
 

@@ -41,42 +41,42 @@ def sockets_near(pid: int) -> tuple[set[str], set[str], dict[str, int]]:
 
 def files_of(pids: set[int]) -> set[Path]:
     """Files that processes have open, where they have names and are none of the system's."""
-    found = set()
+    files = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for link in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if (file := link.readlink()).is_file() and not file.is_relative_to("/proc"):
-                        found.add(file)
-    return found
+                        files.add(file)
+    return files
 
 
 def test_another_user_gets_in_nowhere_and_the_run_goes_on(
     commands: list[Command], tiny_model: Path, public_folder: Path
 ):
     out = public_folder / "run"
-    others = started_processes()
+    earlier_pids = started_processes()
     command = tiny_run(
         commands, tiny_model, out, "--steps", "1000", "--private-network", "--strict-isolation", "--trainer.ranks", "2"
     )
     command.wait_for("step +2/")
-    pids = {pid for pid in started_processes() - others if "--outside" not in command_line_of(pid)}
+    pids = {pid for pid in started_processes() - earlier_pids if "--outside" not in command_line_of(pid)}
     abstract, paths, ports = sockets_near(command.process.pid)
     assert len(pids) >= 6
     assert min(map(len, (abstract, paths, ports))) >= 2
 
     def attack() -> list[object]:
-        found: list[object] = [name for name in abstract if connects(socket.AF_UNIX, f"\0{name}")]
-        found += [path for path in paths if connects(socket.AF_UNIX, path)]
-        _, _, here = sockets_near(os.getpid())  # others may listen at the same number outside
-        reachable = [port for inode, port in ports.items() if inode in here]
-        found += [port for port in reachable if connects(socket.AF_INET, ("127.0.0.1", port))]
+        openings: list[object] = [name for name in abstract if connects(socket.AF_UNIX, f"\0{name}")]
+        openings += [path for path in paths if connects(socket.AF_UNIX, path)]
+        _, _, inodes = sockets_near(os.getpid())  # others may listen at the same number outside
+        reachable = [port for inode, port in ports.items() if inode in inodes]
+        openings += [port for port in reachable if connects(socket.AF_INET, ("127.0.0.1", port))]
         for pid in pids:
-            found += [path for name in PRIVATE for path in [Path(f"/proc/{pid}/{name}")] if list(opens(path))]
+            openings += [path for name in PRIVATE for path in [Path(f"/proc/{pid}/{name}")] if list(opens(path))]
             with contextlib.suppress(PermissionError):
                 os.kill(pid, 0)
-                found.append(pid)
-        return found
+                openings.append(pid)
+        return openings
 
     assert as_user(NOBODY, attack) == []
 
@@ -85,8 +85,8 @@ def test_another_user_gets_in_nowhere_and_the_run_goes_on(
     mine = {path for path in mine if path.is_relative_to("/tmp") or path.is_relative_to("/dev/shm")}
     assert len(mine) > 20
     # What is public belongs to others: libraries, and the model that the run was given.
-    allowed = as_user(NOBODY, lambda: {str(path): does for path in mine if (does := list(opens(path)))})
-    assert {path: does for path, does in allowed.items() if not Path(path).is_relative_to(tiny_model)} == {}
+    access_of = as_user(NOBODY, lambda: {str(path): does for path in mine if (does := list(opens(path)))})
+    assert {path: does for path, does in access_of.items() if not Path(path).is_relative_to(tiny_model)} == {}
 
     command.wait_for(f"step +{metrics(out)[-1]['step'] + 2}/")
     command.process.send_signal(signal.SIGINT)

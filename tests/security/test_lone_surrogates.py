@@ -128,7 +128,7 @@ def test_call_arguments_with_a_lone_surrogate_are_shown_as_written(arguments: st
     path, body = chat(messages=called(arguments), tool_choice="none")
     answers = answers_to(path, json.dumps(body), json.dumps({**body, "tools": function()}), backend=backend)
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert all(json.dumps(arguments) in asked.prompt for asked in backend.asked)
+    assert all(json.dumps(arguments) in request.prompt for request in backend.asked)
 
 
 NESTED = "[" * 5000 + "]" * 5000
@@ -192,9 +192,9 @@ def test_a_task_or_world_with_a_lone_surrogate_is_told_so(text: str):
             tokenizer().extend((5, 2), content)
     with pytest.raises(ModelError, match="lone surrogate"):
         tokenizer().encode(text)
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as caught:
         tokenizer().render(user(text))
-    str(told.value).encode()
+    str(caught.value).encode()
 
 
 @settings(max_examples=50, deadline=None)
@@ -207,5 +207,5 @@ def test_any_text_is_encoded_or_refused(text: str):
             tokenizer().render(user(text))
     else:
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        shown = tokenizer().decode(tokenizer().render(user(text)), skip_special=False)
-        assert shown.endswith(tokenizer().decode(tokenizer().encode(prompt), skip_special=False))
+        rendered_text = tokenizer().decode(tokenizer().render(user(text)), skip_special=False)
+        assert rendered_text.endswith(tokenizer().decode(tokenizer().encode(prompt), skip_special=False))

@@ -65,6 +65,6 @@ def test_what_a_client_says_of_its_url_is_told_without_the_password(tmp_path: Pa
     for level in ("info", "warning", "fault"):
         log.event(f"https://me:{SECRET}@judge.example/v1?to=a@b cannot be reached", level)
     log.close()
-    written = (tmp_path / "events.jsonl").read_text()
-    assert written.count("https://judge.example/v1?to=a@b cannot be reached") == 3
-    assert SECRET not in written + "".join(capsys.readouterr())
+    events = (tmp_path / "events.jsonl").read_text()
+    assert events.count("https://judge.example/v1?to=a@b cannot be reached") == 3
+    assert SECRET not in events + "".join(capsys.readouterr())

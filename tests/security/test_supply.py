@@ -23,12 +23,12 @@ EXTRAS = ("cpu", "cuda")
 
 def hashed(*files: str) -> set[tuple[str, str]]:
     """Pins with at least one hash."""
-    found = set()
+    pins = set()
     for file in files:
         for block in re.split(r"\n(?=\S)", (ROOT / "requirements" / file).read_text()):
             if (pin := re.match(r"([\w.-]+)==(\S+)", block)) and re.search(r"--hash=sha256:[0-9a-f]{64}\b", block):
-                found.add((pin[1], pin[2]))
-    return found
+                pins.add((pin[1], pin[2]))
+    return pins
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
@@ -47,8 +47,8 @@ def test_requirements_name_no_address_and_no_folder(file: Path) -> None:
 
 def test_setup_installs_nothing_from_a_registry_without_a_hash(tmp_path: Path) -> None:
     command = ["make", "--dry-run", "--always-make", "setup", "EXTRA=cpu", f"VENV={tmp_path}"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    installs = [line for line in said.splitlines() if "pip install" in line]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
+    installs = [line for line in output.splitlines() if "pip install" in line]
     assert len(installs) == 4
     for line in installs:
         local = "--no-deps" in line and "--no-build-isolation" in line and line.endswith("--editable .")
@@ -84,8 +84,8 @@ def test_uv_refuses_a_wheel_that_was_changed_and_one_without_a_hash(
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "app"\nversion = "1"\ndependencies = ["small"]\n')
     uv = [Path(sys.executable).with_name("uv"), "--no-config", "--offline", "--no-cache", "pip", "install"]
     where = ["--python", sys.executable, "--target", tmp_path / "target", "--no-index", "--find-links"]
-    what = ["--require-hashes", "--constraints", tmp_path / "constraints.txt", "-r", tmp_path / "pyproject.toml"]
-    done = subprocess.run([*uv, *where, tmp_path / offered, *what], capture_output=True, text=True)
+    arguments = ["--require-hashes", "--constraints", tmp_path / "constraints.txt", "-r", tmp_path / "pyproject.toml"]
+    done = subprocess.run([*uv, *where, tmp_path / offered, *arguments], capture_output=True, text=True)
     assert said in done.stderr
     assert (tmp_path / "target" / "small.py").exists() == (done.returncode == 0) == (offered == known)
 
@@ -131,9 +131,9 @@ def test_an_advisory_fails_the_audit_until_it_has_a_reason(registry: Path, capsy
         '[[reviewed]]\npackage = "old"\nid = "PYSEC-1"\nreason = "the part that leaks is not used"\n'
     )
     assert audit.main() == 0
-    said = capsys.readouterr().out
-    assert "reviewed: the part that leaks is not used" in said
-    assert "PYSEC-2" not in said
+    output = capsys.readouterr().out
+    assert "reviewed: the part that leaks is not used" in output
+    assert "PYSEC-2" not in output
 
 
 def test_the_audit_names_what_got_no_answer(registry: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,9 +154,9 @@ def test_every_pin_has_a_row_of_its_versions_and_an_acceptable_licence() -> None
         name: (cpu.get(name, ""), cuda.get(name, "")) for name in {*cpu, *cuda}
     }, "make licences writes the table"
     assert [name for name, (_, _, licence) in rows.items() if not licences.acceptable(licence)] == []
-    known = {name: licence for name in rows if (licence := licences.installed(name))}
-    assert len(known) > 150
-    assert known == {name: rows[name][2] for name in known}
+    licence_of = {name: licence for name in rows if (licence := licences.installed(name))}
+    assert len(licence_of) > 150
+    assert licence_of == {name: rows[name][2] for name in licence_of}
 
 
 @pytest.mark.parametrize(
@@ -196,4 +196,4 @@ def test_a_planted_model_is_noticed_even_with_a_record_that_fits_it(
 def test_the_bundled_models_sums_are_of_all_that_a_model_needs() -> None:
     needed = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert needed | {"chat_template.jinja"} == set(bundled._FILES)
-    assert all(re.fullmatch("[0-9a-f]{64}", one) for one in [*bundled._FILES.values(), bundled._GGUF_SHA256])
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in [*bundled._FILES.values(), bundled._GGUF_SHA256])

@@ -44,8 +44,8 @@ def console() -> Console:
 
 def test_escapes_are_written_out_and_letters_of_all_languages_stay():
     assert visible("\x1b[2J\x9b1m \u202e \U000e0041 \ud800") == r"\x1b[2J\x9b1m \u202e \U000e0041 \ud800"
-    kept = "línea uno\n\t三 شكرا 👩‍🚀 naïve [red] \\x1b"
-    assert visible(kept) == kept
+    harmless_text = "línea uno\n\t三 شكرا 👩‍🚀 naïve [red] \\x1b"
+    assert visible(harmless_text) == harmless_text
 
 
 def test_events_and_the_table_of_faults_are_text():
@@ -58,9 +58,9 @@ def test_events_and_the_table_of_faults_are_text():
     display.log(1, {f"eval/{EVIL}": 0.5})
     fault = Fault(service=EVIL, replica=None, cause=EVIL, phase="train", at_s=1.0)
     display.summary({"folder": EVIL}, [fault])
-    shown = out.file.getvalue()
-    assert unharmed(shown)
-    assert shown.count("[bold red]no markup[/bold red]") >= 7
+    output = out.file.getvalue()
+    assert unharmed(output)
+    assert output.count("[bold red]no markup[/bold red]") >= 7
 
 
 def test_the_live_panel_is_text():
@@ -76,13 +76,13 @@ def test_the_live_panel_is_text():
 
 def test_what_an_attached_run_shows_is_text():
     task = Task(id=EVIL, source=EVIL, messages=({"role": EVIL, "content": EVIL},), truth={EVIL: EVIL})
-    called = ToolCall(id="1", name=EVIL, arguments=EVIL)
+    evil_call = ToolCall(id="1", name=EVIL, arguments=EVIL)
     none: dict[str, Any] = dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "versions"), ())
-    turn = Turn(**none, text=EVIL, messages=task.messages, calls=(called,))
+    turn = Turn(**none, text=EVIL, messages=task.messages, calls=(evil_call,))
     episode = Episode(task=task, turns=(turn,), score=Score(total=1.0, parts={EVIL: 1.0}), output=EVIL, problem=EVIL)
     group = Group(task=task, episodes=(episode,))
-    for shown in (turn, episode, group, Batch(groups=(group,), version=1)):
-        assert not set(repr(shown)) & set(ACTS)
+    for value in (turn, episode, group, Batch(groups=(group,), version=1)):
+        assert not set(repr(value)) & set(ACTS)
     event = {"time": 0, "level": "warning", "text": f"{EVIL}\n00:00:00  info     all is well"}
     assert unharmed(repr(Events([event])))
     assert len([line for line in repr(Events([event])).splitlines() if not line.startswith(" ")]) == 1

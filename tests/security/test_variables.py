@@ -94,11 +94,11 @@ def seen_by_a_command(python: str) -> tuple[str, dict[str, str], dict[str, str]]
     variables = {**handed_on(), "AWS_ACCESS_KEY_ID": "hunter2", "DATABASE_URL": "hunter2"}
     command = [sys.executable, "-c", STARTS, READS, python]
     done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    pid, _, told = done.stdout.partition(" ")
-    assert told, done.stderr
-    assert "hunter2" not in told
-    own, seen = json.loads(told)
-    return pid, own, seen
+    pid, _, reply = done.stdout.partition(" ")
+    assert reply, done.stderr
+    assert "hunter2" not in reply
+    command_variables, observations = json.loads(reply)
+    return pid, command_variables, observations
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_a_servers_key_is_removed_from_the_environment_and_one_that_no_request_c
 
 
 def test_a_command_gets_no_secret_and_no_ancestor_shows_one():
-    pid, own, seen = seen_by_a_command("")
-    assert not {"AWS_ACCESS_KEY_ID", "DATABASE_URL"} & own.keys()
-    assert "*" * len("hunter2") in seen[pid] or os.geteuid() != 0, "root reads what is left there"
+    pid, command_variables, observations = seen_by_a_command("")
+    assert not {"AWS_ACCESS_KEY_ID", "DATABASE_URL"} & command_variables.keys()
+    assert "*" * len("hunter2") in observations[pid] or os.geteuid() != 0, "root reads what is left there"
 
 
 @needs_root
@@ -148,8 +148,8 @@ def test_a_process_of_the_same_user_reads_neither_variables_nor_memory():
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("there is no Python that another user may run")
-    pid, _, seen = seen_by_a_command(python)
-    assert (seen[pid], seen[f"mem {pid}"]) == ("Permission denied", "Permission denied")
+    pid, _, observations = seen_by_a_command(python)
+    assert (observations[pid], observations[f"mem {pid}"]) == ("Permission denied", "Permission denied")
 
 
 def test_what_is_told_is_in_os_environ_alone():
@@ -182,10 +182,10 @@ async def test_a_worker_of_another_interpreter_gets_no_secret(monkeypatch: pytes
         finally:
             await worker.close()
 
-    found = await check()
-    assert isinstance(found, dict)
-    assert "PATH" in found
-    assert "DATABASE_URL" not in found
+    variables = await check()
+    assert isinstance(variables, dict)
+    assert "PATH" in variables
+    assert "DATABASE_URL" not in variables
 
 
 LEAVES = """
@@ -204,12 +204,12 @@ while sys.argv[2:]:
 
 def left(seconds: str) -> list[str]:
     """Numbers of the processes that sleep for so long."""
-    found = []
+    leaks = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended
             if (folder / "cmdline").read_bytes() == f"sleep\0{seconds}\0".encode():
-                found.append(folder.name)
-    return found
+                leaks.append(folder.name)
+    return leaks
 
 
 @pytest.mark.parametrize("ending", ["by itself", "cancelled", "with its parent"])

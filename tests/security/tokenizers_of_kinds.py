@@ -114,7 +114,7 @@ def unigram(folder: Path) -> Path:
 def whole_words(folder: Path) -> Path:
     """Like Llama 3, which takes a word of the vocabulary whole; here a control token is such a word too."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: at for at, piece in enumerate([*SPECIAL, *letters, "Ġthe"])}
+    vocabulary = {piece: index for index, piece in enumerate([*SPECIAL, *letters, "Ġthe"])}
     vocabulary["Ġgap"] = len(vocabulary) + 1
     tokenizer = Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
     splits = pre_tokenizers.Split(Regex(r" ?\S+|\s+"), "isolated")
