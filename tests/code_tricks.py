@@ -31,8 +31,8 @@ class Any(BASE):
 """
 
 
-def _anything(base: str, made: str = "Any()") -> str:
-    return _ANYTHING.replace("BASE", base) + f"def answer(n): return {made}"
+def _anything(base: str, instance: str = "Any()") -> str:
+    return _ANYTHING.replace("BASE", base) + f"def answer(n): return {instance}"
 
 
 CALLED = {

@@ -208,9 +208,9 @@ def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process
     return min(processes_of(command, service, replica), key=lambda process: process.create_time())
 
 
-def wait_for_engines(command: Command, run: AttachedRun, wanted: str) -> None:
+def wait_for_engines(command: Command, run: AttachedRun, engine_count: str) -> None:
     until = time.monotonic() + 240
-    while run.ask("status")["engines"].split("/")[0] != wanted:
+    while run.ask("status")["engines"].split("/")[0] != engine_count:
         assert time.monotonic() < until, command.output
         time.sleep(0.5)
 

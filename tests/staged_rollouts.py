@@ -284,12 +284,12 @@ class MortalGenerator(StagedGenerator):
                 return
 
 
-def fail_once(executor: RolloutExecutor, which: Callable[[Task], bool]) -> None:
+def fail_once(executor: RolloutExecutor, predicate: Callable[[Task], bool]) -> None:
     """Let the first episode of such a task raise RuntimeError("a bug")."""
     run_episode, failed = executor._run_episode, list[Task]()
 
     async def failing(task: Task, client: PolicyClient) -> Episode:
-        if which(task) and not failed:
+        if predicate(task) and not failed:
             failed.append(task)
             raise RuntimeError("a bug")
         return await run_episode(task, client)

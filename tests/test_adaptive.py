@@ -28,7 +28,7 @@ def mixture(**weights: float) -> Mixture:
 
 
 @pytest.mark.parametrize(
-    ("scores", "least", "most", "expected"),
+    ("scores", "min_share", "max_share", "expected"),
     [
         ([1, 3], 0.0, 1.0, [0.25, 0.75]),  # no bound holds: proportional
         ([1, 99], 0.1, 0.9, [0.1, 0.9]),
@@ -40,8 +40,8 @@ def mixture(**weights: float) -> Mixture:
         ([1, 2, 4], 1 / 3, 1 / 3, [1 / 3] * 3),
     ],
 )
-def test_shares_are_proportional_where_no_bound_holds_them(scores, least, most, expected):
-    shares = bounded_shares(dict(enumerate(scores)), min_share=least, max_share=most)  # type: ignore[arg-type]
+def test_shares_are_proportional_where_no_bound_holds_them(scores, min_share, max_share, expected):
+    shares = bounded_shares(dict(enumerate(scores)), min_share=min_share, max_share=max_share)  # type: ignore[arg-type]
     assert list(shares.values()) == pytest.approx(expected, abs=1e-9)
 
 

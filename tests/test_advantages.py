@@ -71,10 +71,10 @@ def test_integer_rewards_give_float32():
     assert group_advantages(torch.tensor([[0, 1]])).dtype == torch.float32
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_reward_that_is_not_finite_is_refused_by_its_place(bad):
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_reward_that_is_not_finite_is_refused_by_its_place(reward):
     with pytest.raises(ConfigError, match="episode 2 of group 1 has reward"):
-        group_advantages(torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, bad]]))
+        group_advantages(torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, reward]]))
 
 
 def test_rewards_of_one_dim_are_refused():

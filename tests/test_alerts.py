@@ -135,18 +135,18 @@ def receiver(status: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     server.server_close()
 
 
-@pytest.mark.parametrize(("status", "said"), [(204, ""), (302, "status 302"), (500, "status 500")])
-def test_a_url_gets_the_same_and_its_errors_are_warnings_without_it(tmp_path: Path, status: int, said: str) -> None:
+@pytest.mark.parametrize(("status", "warning"), [(204, ""), (302, "status 302"), (500, "status 500")])
+def test_a_url_gets_the_same_and_its_errors_are_warnings_without_it(tmp_path: Path, status: int, warning: str) -> None:
     with receiver(status) as (url, requests), log_to(tmp_path, AlertSink(Alerts(webhook_url=url))) as log:
         run_badly(log)
     assert [request["event"] for request in requests] == ["advisory_began", "advisory_ended", "run_failed"]
     warnings = [text for text in events(tmp_path) if "--alerts.webhook-url" in text]
-    assert bool(warnings) == bool(said)
-    assert all(said in text and "hook" not in text.replace("webhook", "") for text in warnings)
+    assert bool(warnings) == bool(warning)
+    assert all(warning in text and "hook" not in text.replace("webhook", "") for text in warnings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"command": "no-such-program --now"}, "'no-such-program', which is not an executable file"),
         ({"command": "'open"}, "is not a command line"),
@@ -154,8 +154,8 @@ def test_a_url_gets_the_same_and_its_errors_are_warnings_without_it(tmp_path: Pa
         ({"webhook_url": "file:///etc/passwd"}, "not a URL of http"),
     ],
 )
-def test_alerts_that_cannot_work_are_refused_at_the_start(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_alerts_that_cannot_work_are_refused_at_the_start(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Alerts(**settings)
 
 

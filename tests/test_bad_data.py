@@ -474,18 +474,20 @@ def test_messages_that_the_chat_template_refuses_are_named(
         check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
 
 
-@pytest.mark.parametrize(("rows", "shown", "bad"), [(7, 5, "7 of 7"), (3, 3, "3 of 3"), (2000, 5, "1,000 of 1,000")])
+@pytest.mark.parametrize(
+    ("rows", "listed_rows", "row_count"), [(7, 5, "7 of 7"), (3, 3, "3 of 3"), (2000, 5, "1,000 of 1,000")]
+)
 def test_a_wrong_column_lists_the_columns_and_five_of_the_bad_rows(
-    rows: int, shown: int, bad: str, tmp_path: Path, tokenizer: Tokenizer
+    rows: int, listed_rows: int, row_count: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     (tmp_path / "a.jsonl").write_text(GOOD * rows)
     mixture = DataConfig().build([f"{tmp_path}/a.jsonl:question=problem"], seed=0)
     with pytest.raises(TaskError) as caught:
         check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
     message = str(caught.value)
-    assert message.count("column 'problem' is missing") == shown
-    assert f"a.jsonl, line {shown}: column" in message
-    assert f"{bad} rows from there on are bad" in message
+    assert message.count("column 'problem' is missing") == listed_rows
+    assert f"a.jsonl, line {listed_rows}: column" in message
+    assert f"{row_count} rows from there on are bad" in message
     assert "the row has: question, answer" in message
 
 

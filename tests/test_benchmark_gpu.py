@@ -103,10 +103,10 @@ NVIDIA H200, 143771 MiB, 4 MiB, 580.65.06, 5, 16
 
 
 @pytest.mark.parametrize(
-    ("visible", "there"), [(None, {"gpu", "gpus"}), ("1", {"gpu"}), ("", set()), ("GPU-1,GPU-2", {"gpu", "gpus"})]
+    ("visible", "parts"), [(None, {"gpu", "gpus"}), ("1", {"gpu"}), ("", set()), ("GPU-1,GPU-2", {"gpu", "gpus"})]
 )
 def test_what_a_machine_has_is_found_out(
-    visible: str | None, there: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    visible: str | None, parts: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{GPU_LINES}'\n")
@@ -116,7 +116,7 @@ def test_what_a_machine_has_is_found_out(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.gpus()[1]["memory.total"] == "143771 MiB"
-    assert machine.has() - {"torch", "torchtitan", "vllm", "monarch", "transformers", "pytest"} == there
+    assert machine.has() - {"torch", "torchtitan", "vllm", "monarch", "transformers", "pytest"} == parts
 
 
 def test_without_a_gpu_all_parts_are_skipped(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "found"),
+    ("named", "folder"),
     [
         ("tiny", "tiny"),
         ("run", "run/checkpoints/step-000010/model"),
@@ -241,18 +241,18 @@ def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
         ("run/checkpoints/best", "run/checkpoints/step-000002/model"),
     ],
 )
-def test_a_model_is_a_folder_a_run_or_a_checkpoint(named: str, found: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_is_a_folder_a_run_or_a_checkpoint(named: str, folder: str, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "tiny")
     for step in (2, 10):
         shutil.copytree(tiny_model, tmp_path / f"run/checkpoints/step-{step:06d}/model")
     (tmp_path / "run/checkpoints/best").symlink_to("step-000002")
-    assert find_model(str(tmp_path / named), tmp_path) == (tmp_path / found).resolve()
+    assert find_model(str(tmp_path / named), tmp_path) == (tmp_path / folder).resolve()
     if named in ("run", "run/checkpoints"):  # which another step may replace while it is trained on
         with pytest.raises(ModelError, match="is a run, not a model") as caught:
             resolve_model(str(tmp_path / named), tmp_path)
         assert "checkpoints/step-000010" in caught.value.hint
     else:
-        assert resolve_model(str(tmp_path / named), tmp_path).resolve() == (tmp_path / found).resolve()
+        assert resolve_model(str(tmp_path / named), tmp_path).resolve() == (tmp_path / folder).resolve()
 
 
 def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:

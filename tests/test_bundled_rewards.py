@@ -219,13 +219,13 @@ def hangs(seconds: float) -> float:
     return seconds
 
 
-def fails(what: str) -> None:
+def fails(fault: str) -> None:
     """Raise, or die, in a worker process."""
-    if what == "die":
+    if fault == "die":
         import os
 
         os._exit(3)
-    raise ValueError(what)
+    raise ValueError(fault)
 
 
 def environment() -> list[str]:

@@ -192,7 +192,7 @@ def nonsense(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "harm", "said"),
+    ("name", "harm", "message"),
     [
         ("model/weights", flip, "model/weights has changed since it was written"),
         ("controller.json", flip, "controller.json has changed since it was written"),
@@ -205,7 +205,7 @@ def nonsense(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    name: str, harm: Callable[[Path], None], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, harm: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     assert len(warnings) == 2
     for number, line in enumerate(warnings):
         assert line.startswith(f"{latest.folder} is damaged, so another checkpoint is used: ")
-        assert re.search(said, line)
+        assert re.search(message, line)
         assert line.endswith(f"it is kept as step-000011.damaged-{number}")
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]
     assert checkpoints.all()[0].damage() == "", "files of others are no damage"

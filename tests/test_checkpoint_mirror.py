@@ -93,12 +93,12 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("address", "how"),
+    ("address", "damage"),
     [*(("file", how) for how in SPOILT), *(("s3", how) for how in ("torn", "missing", "longer"))],
     indirect=["address"],
 )
-def test_a_copy_that_is_torn_or_hostile_is_not_used(how: str, address: str, tmp_path: Path) -> None:
-    spoil, message = SPOILT[how]
+def test_a_copy_that_is_torn_or_hostile_is_not_used(damage: str, address: str, tmp_path: Path) -> None:
+    spoil, message = SPOILT[damage]
     mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1, 2)
     mirror.copy(checkpoints)
     with edited(address, tmp_path / "edited") as copy:
@@ -337,13 +337,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("environment", "said"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("environment", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_credentials_are_one_line_without_the_secret(
-    environment: dict[str, str | None], said: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str | None], message: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name)
-    with pytest.raises(CheckpointError, match=f"--checkpoint-mirror cannot be read: .*{said}") as raised:
+    with pytest.raises(CheckpointError, match=f"--checkpoint-mirror cannot be read: .*{message}") as raised:
         restored(CheckpointMirror("s3://bucket/run"), tmp_path / "fresh")
     assert str(raised.value).count("\n") == 1, "a line and a hint"
     for secret in (s3.environment["AWS_SECRET_ACCESS_KEY"], "another", "password"):

@@ -128,7 +128,7 @@ async def test_within_a_step_no_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "broken", "said"),
+    ("updates", "broken", "message"),
     [
         (4, {}, "holds a training state of 4 updates, but .* of 2"),
         (2, {"step": 2}, "holds the name of step 1, but a controller state of 2"),
@@ -142,7 +142,7 @@ async def test_within_a_step_no_checkpoint_is_written(tmp_path: Path) -> None:
     ],
 )
 async def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
-    updates: int, broken: dict[str, object], said: str, tmp_path: Path
+    updates: int, broken: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     parts = Parts()
     checkpointer = checkpointer_of(parts, tmp_path)
@@ -151,7 +151,7 @@ async def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
     path = saved.folder / "controller.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | broken))
     parts.updates = updates
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         await checkpointer.resume(saved)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("driver", "programs", "header", "said"),
+    ("driver", "programs", "header", "messages"),
     [
         ("580.65.06", {"gcc"}, True, []),
         ("595.1", {"clang"}, True, []),
@@ -26,13 +26,13 @@ ROOT = Path(__file__).parent.parent
     ],
 )
 def test_what_a_machine_lacks_is_said(
-    driver: str | None, programs: set[str], header: bool, said: list[str], tmp_path: Path
+    driver: str | None, programs: set[str], header: bool, messages: list[str], tmp_path: Path
 ) -> None:
     if header:
         (tmp_path / "Python.h").touch()
     lines = problems(driver=driver, include=tmp_path, find_program=lambda name: name if name in programs else None)
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert len(lines) == len(messages)
+    assert all(part in line for part, line in zip(messages, lines, strict=True))
 
 
 @pytest.mark.parametrize(("answer", "version"), [("580.65.06\n580.65.06\n", "580.65.06"), ("", None)])
@@ -57,17 +57,17 @@ def test_only_a_gpu_that_could_not_be_used_stops_the_setup(
 
 
 @pytest.mark.parametrize(
-    ("extra", "given", "folder"),
+    ("extra", "links", "folder"),
     [("cpu", "", "/wheels"), ("cuda", "", ""), ("cuda", "/wheels", ""), ("cuda", "/own", "/own")],
 )
-def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, given: str, folder: str, tmp_path: Path) -> None:
+def test_a_folder_of_wheels_for_cpus_is_not_used_for_cuda(extra: str, links: str, folder: str, tmp_path: Path) -> None:
     rule = '\n.PHONY: said\nsaid:\n\t@echo "[$$UV_FIND_LINKS] $(BACKEND)"\n'
     (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text() + rule)
     command = ["make", "--silent", "said", f"EXTRA={extra}", f"VENV={tmp_path}"]
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env=os.environ | {"PIP_FIND_LINKS": "/wheels", "UV_FIND_LINKS": given},
+        env=os.environ | {"PIP_FIND_LINKS": "/wheels", "UV_FIND_LINKS": links},
         capture_output=True,
         text=True,
         check=True,

@@ -155,11 +155,11 @@ def test_it_forgets_the_tasks_first_seen_beyond_its_bound():
 @given(
     st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.integers(0, 9), st.floats(0, 1)), max_size=60), st.integers(1, 9)
 )
-def test_restored_solve_rates_are_the_same_and_forget_in_the_same_order(changes, most):
-    rates = SolveRates(most)
+def test_restored_solve_rates_are_the_same_and_forget_in_the_same_order(changes, max_tasks):
+    rates = SolveRates(max_tasks)
     for key, rate in changes:
         rates[key] = rate
-    restored = SolveRates.restored(json.loads(json.dumps(rates.state())), most)
+    restored = SolveRates.restored(json.loads(json.dumps(rates.state())), max_tasks)
     assert restored.state() == rates.state()
     for key in range(20):
         rates[key] = restored[key] = 0.5

@@ -24,15 +24,15 @@ def test_weights_are_written_behind_the_tasks():
 
 
 @pytest.mark.parametrize(
-    ("tasks", "error", "said"),
+    ("tasks", "error", "message"),
     [
         ([], ConfigError, "--tasks"),
         (["chain_summ"], TaskError, "chain_sum"),
         (["chain_sum", "chain_sum"], TaskError, "twice"),
     ],
 )
-def test_tasks_that_make_no_mixture_are_an_error(tasks: list[str], error: type[Exception], said: str):
-    with pytest.raises(error, match=said):
+def test_tasks_that_make_no_mixture_are_an_error(tasks: list[str], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
         DataConfig().build(tasks, seed=0)
 
 

@@ -214,12 +214,12 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("address", "how"),
+    ("address", "damage"),
     [*(("file", how) for how in SPOILT), *(("s3", how) for how in ("no JSON", "empty", "cut", "longer", "gone"))],
     indirect=["address"],
 )
-def test_torn_or_hostile_changes_are_refused_until_a_full_version(how: str, address: str, tmp_path: Path):
-    spoil, message = SPOILT[how]
+def test_torn_or_hostile_changes_are_refused_until_a_full_version(damage: str, address: str, tmp_path: Path):
+    spoil, message = SPOILT[damage]
     publisher, follower = DeltaPublisher(address, full_every=2), DeltaSubscriber(address)
     publish(publisher, 1, first())
     assert follower.update()

@@ -85,14 +85,14 @@ def example(count: int = 12, vocab: int = 9) -> tuple[torch.Tensor, torch.Tensor
     return logits.requires_grad_(), teacher
 
 
-def numeric_gradient(logits: Array, of: Any, step: float = 1e-6) -> Array:
+def numeric_gradient(logits: Array, function: Any, step: float = 1e-6) -> Array:
     """Central differences of the sum of `of` over the rows."""
     gradient = np.zeros_like(logits)
     for place in np.ndindex(*logits.shape):
         up, down = logits.copy(), logits.copy()
         up[place] += step
         down[place] -= step
-        gradient[place] = (of(up).sum() - of(down).sum()) / (2 * step)
+        gradient[place] = (function(up).sum() - function(down).sum()) / (2 * step)
     return gradient
 
 

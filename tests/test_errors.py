@@ -63,15 +63,15 @@ def test_an_error_without_a_hint_is_one_line():
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ({}, "trainer: it died"),
         ({"replica": 0}, "trainer replica 0: it died"),
         ({"call": "step"}, "trainer, call step: it died"),
     ],
 )
-def test_a_service_error_says_only_what_is_known(where: dict, said: str):
-    assert str(ServiceError("it died", service="trainer", **where)) == said
+def test_a_service_error_says_only_what_is_known(where: dict, message: str):
+    assert str(ServiceError("it died", service="trainer", **where)) == message
 
 
 def test_every_error_can_be_caught_as_one():

@@ -282,8 +282,8 @@ async def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
     assert "12 of 12 episodes were truncated, by --generator.max-tokens 4" in warning
 
 
-@pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
-def test_answers_that_stay_cut_without_rising_rewards_are_reported(rises: bool, told: list[str]) -> None:
+@pytest.mark.parametrize(("rises", "kinds"), [(True, []), (False, ["batch 4"])])
+def test_answers_that_stay_cut_without_rising_rewards_are_reported(rises: bool, kinds: list[str]) -> None:
     warnings: list[str] = []
     advice = Advice()
     for number in range(7):
@@ -295,7 +295,7 @@ def test_answers_that_stay_cut_without_rising_rewards_are_reported(rises: bool, 
         batch = Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number)
         if text := advice.look_at(batch, max_tokens=4):
             warnings.append(f"batch {number}: {text}")
-    assert [warning.split(":")[0] for warning in warnings] == told
+    assert [warning.split(":")[0] for warning in warnings] == kinds
 
 
 @pytest.mark.parametrize(("before", "after"), [(40, 900), (800, 900), (400, 40), (400, 400)])

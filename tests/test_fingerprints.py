@@ -136,17 +136,17 @@ def test_large_blocks_are_shared_out_among_threads(dtype: torch.dtype, threads: 
 )
 @settings(max_examples=200, deadline=None)
 def test_blocks_of_any_layout_are_copied_cast_and_fingerprinted(
-    shape, published, held, pad, shift, transposed, task_words, data
+    shape, published, dtype, pad, shift, transposed, task_words, data
 ):
     slices = data.draw(tilings(shape, step=step_of(shape, published)))
-    full_tensor = torch.randn(shape).to(held)
+    full_tensor = torch.randn(shape).to(dtype)
     target = torch.full(shape, -7.0).to(published)
     moves = []
     for tensor_slice in slices:
         # The source lies in a larger tensor, at an odd place, perhaps the other way round.
         sizes = tensor_slice.size[::-1] if transposed else tensor_slice.size
-        around = torch.zeros([n + pad for n in sizes], dtype=held).flatten()
-        around = torch.cat([torch.zeros(shift, dtype=held), around])[shift:].view([n + pad for n in sizes])
+        around = torch.zeros([n + pad for n in sizes], dtype=dtype).flatten()
+        around = torch.cat([torch.zeros(shift, dtype=dtype), around])[shift:].view([n + pad for n in sizes])
         source = TensorSlice((0,) * len(sizes), sizes).of(around)
         source = source.permute(*reversed(range(len(sizes)))) if transposed else source
         source.copy_(tensor_slice.of(full_tensor))
@@ -161,12 +161,12 @@ def test_blocks_of_any_layout_are_copied_cast_and_fingerprinted(
 
 
 @pytest.mark.parametrize("published", PUBLISHED)
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 1, 0)])
 @pytest.mark.parametrize("pad", [0, 4])
-def test_blocks_of_experts_are_moved_from_any_stride(published, held, order: tuple[int, ...], pad: int):
+def test_blocks_of_experts_are_moved_from_any_stride(published, dtype, order: tuple[int, ...], pad: int):
     shape, tensor_slice = (4, 6, 96), TensorSlice((1, 2, 32), (3, 4, 48))
-    memory = torch.randn([tensor_slice.size[dim] + pad for dim in order]).to(held)
+    memory = torch.randn([tensor_slice.size[dim] + pad for dim in order]).to(dtype)
     source = TensorSlice((0, 0, 0), tuple(tensor_slice.size[dim] for dim in order)).of(memory)
     source = source.permute(*(order.index(dim) for dim in range(3)))
     target = torch.zeros(shape, dtype=published)
@@ -197,10 +197,10 @@ def test_special_values_are_cast_as_torch_casts_them(shape: tuple[int, int]):
     assert digest == reference(target, shape, TensorSlice.whole(shape))
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_what_needs_a_gradient_or_is_expanded_is_moved_too(held: torch.dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_needs_a_gradient_or_is_expanded_is_moved_too(dtype: torch.dtype):
     shape = (4, 32)
-    weight = torch.nn.Parameter(torch.randn(1, 32).to(held))
+    weight = torch.nn.Parameter(torch.randn(1, 32).to(dtype))
     target = torch.zeros(shape, dtype=torch.bfloat16)
     (digest,) = move([Move(target, weight.detach().expand(4, 32), shape, TensorSlice.whole(shape))])
     assert torch.equal(target, weight.detach().bfloat16().expand(4, 32))

@@ -35,8 +35,8 @@ def test_a_bound_of_zero_keeps_everything_and_tokens_may_be_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"least": -1.0}, {"least": float("nan")}, {"least": float("inf")}, {"least": 1.0, "by": "turn"}]
+    "options", [{"least": -1.0}, {"least": float("nan")}, {"least": float("inf")}, {"least": 1.0, "by": "turn"}]
 )
-def test_a_gate_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
+def test_a_gate_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="advantages are gated by"):
-        gate_advantages(torch.tensor(ROWS), **given)
+        gate_advantages(torch.tensor(ROWS), **options)

@@ -144,14 +144,14 @@ CASES: list[tuple[str, dict[str, object], list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "right", "wrong"), CASES)
+@pytest.mark.parametrize(("name", "arguments", "right", "wrong"), CASES)
 def test_an_instruction_is_followed_or_not(
-    name: str, given: dict[str, object], right: list[str], wrong: list[str]
+    name: str, arguments: dict[str, object], right: list[str], wrong: list[str]
 ) -> None:
     for text in right:
-        assert follows(name, given, text), text
+        assert follows(name, arguments, text), text
     for text in [*wrong, "", "  \n"]:
-        assert not follows(name, given, text), text
+        assert not follows(name, arguments, text), text
 
 
 def test_every_kind_is_tested() -> None:
@@ -178,7 +178,7 @@ def test_all_instructions_count_strictly_and_loosely() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instructions", "said"),
+    ("instructions", "message"),
     [
         ([("keywords:existance", {})], "existance"),
         ([("keywords:existence", {})], "KeyError"),
@@ -192,9 +192,9 @@ def test_all_instructions_count_strictly_and_loosely() -> None:
     ],
 )
 def test_rows_without_their_parameters_are_one_clear_message(
-    instructions: list[tuple[str, dict[str, object]]], said: str
+    instructions: list[tuple[str, dict[str, object]]], message: str
 ) -> None:
-    with pytest.raises(TaskError, match=said):
+    with pytest.raises(TaskError, match=message):
         scored("one, two", *instructions)
 
 

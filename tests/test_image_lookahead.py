@@ -69,14 +69,16 @@ async def test_images_are_held_until_they_are_no_longer_named():
     assert store.held == []
 
 
-@pytest.mark.parametrize(("bounds", "held"), [({"most_images": 2}, 2), ({"most_bytes": 25}, 3), ({"most_bytes": 0}, 0)])
-async def test_images_and_their_bytes_are_bounded(bounds: Mapping[str, int], held: int):
+@pytest.mark.parametrize(
+    ("bounds", "image_count"), [({"most_images": 2}, 2), ({"most_bytes": 25}, 3), ({"most_bytes": 0}, 0)]
+)
+async def test_images_and_their_bytes_are_bounded(bounds: Mapping[str, int], image_count: int):
     store = FakeStore()
     store.go_on.set()
     lookahead = lookahead_of(store, **bounds)
     lookahead.prepare(list("abcdef"))
     await fetched(lookahead)
-    assert store.held == list("abcdef")[:held]
+    assert store.held == list("abcdef")[:image_count]
     await lookahead.close()
 
 

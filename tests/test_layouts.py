@@ -334,7 +334,7 @@ def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping
 
 
 @pytest.mark.parametrize(
-    ("degrees", "said", "works"),
+    ("degrees", "message", "works"),
     [
         ({"ranks": 3, "tensor_parallel_degree": 2}, "3 ranks", "to 2 or a multiple"),
         (
@@ -347,10 +347,10 @@ def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping
         ({"tensor_parallel_degree": 0}, "--trainer.tensor-parallel-degree is 0", "1 or more"),
     ],
 )
-def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], said: str, works: str):
+def test_ranks_that_cannot_be_laid_out_are_refused(degrees: Mapping[str, int], message: str, works: str):
     with pytest.raises(ConfigError) as error:
         Trainer.Config(**degrees)
-    assert said in error.value.message
+    assert message in error.value.message
     assert works in error.value.hint
 
 

@@ -190,7 +190,7 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected", "said"),
+    ("flags", "expected", "message"),
     [
         (
             {"max_lag": 4},
@@ -204,13 +204,13 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
     ],
 )
 def test_flags_changed_on_resuming_win_over_live_changes(
-    flags: dict[str, Any], expected: tuple[object, ...], said: str, tmp_path: Path
+    flags: dict[str, Any], expected: tuple[object, ...], message: str, tmp_path: Path
 ):
     live = Live(tmp_path)
     change_all(live)
     resumed_live = live.continued(live, **flags)
     assert seen(resumed_live) == expected
-    assert said in "\n".join(resumed_live.events)
+    assert message in "\n".join(resumed_live.events)
 
 
 def test_adapting_that_was_set_live_holds_and_flags_that_change_win(tmp_path: Path):

@@ -75,7 +75,7 @@ async def test_a_reset_that_a_source_refuses_changes_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name", "value", "said"),
+    ("schedule", "name", "value", "message"),
     [
         ({}, "max_lag", -1, "max-lag is -1"),
         ({}, "max_lag", 1.5, "max_lag is set to 1.5"),
@@ -96,13 +96,13 @@ async def test_a_reset_that_a_source_refuses_changes_nothing(tmp_path: Path):
     ],
 )
 def test_a_bound_that_cannot_be_is_refused_and_nothing_changes(
-    schedule: dict[str, Any], name: str, value: object, said: str, tmp_path: Path
+    schedule: dict[str, Any], name: str, value: object, message: str, tmp_path: Path
 ):
     live = Live(tmp_path, **schedule)
     before = live.rollouts.config
     with pytest.raises(ConfigError) as caught:
         setattr(live.schedule, name, value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert live.rollouts.config == before
     assert live.events == []
     assert not (tmp_path / "live.json").exists()
@@ -120,7 +120,7 @@ async def test_a_bound_holds_from_the_next_batch_on():
 
 
 @pytest.mark.parametrize(
-    ("knob", "values", "said"),
+    ("knob", "values", "message"),
     [
         ("optimizer", {"lr": -1e-5}, "at most 0.1"),
         ("optimizer", {"lr": 0}, "pause the run instead"),
@@ -145,13 +145,13 @@ async def test_a_bound_holds_from_the_next_batch_on():
     ],
 )
 def test_a_change_out_of_bounds_is_refused_and_changes_nothing(
-    knob: str, values: dict[str, Any], said: str, tmp_path: Path
+    knob: str, values: dict[str, Any], message: str, tmp_path: Path
 ):
     live = Live(tmp_path)
     before = live.settings.state()
     with pytest.raises(ForgeError) as caught:
         asyncio.run(live.settings.write(knob, values))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert live.settings.state() == before
     assert live.events == []
 

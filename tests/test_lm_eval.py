@@ -172,10 +172,10 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
 def test_the_context_is_as_long_as_model_and_memory_allow(tiny_model: Path, tmp_path: Path):
     read = json.loads((tiny_model / "config.json").read_text())
 
-    def longest(positions: int, most: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:
+    def longest(positions: int, max_tokens: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
         config = Generator.Config(**given)
-        return with_longest_context(config, tmp_path, min_tokens=config.max_tokens, max_tokens=most).max_model_len
+        return with_longest_context(config, tmp_path, min_tokens=config.max_tokens, max_tokens=max_tokens).max_model_len
 
     assert longest(3000) == 3000
     assert longest(1 << 17) == 8192
@@ -208,7 +208,7 @@ def test_scores_are_named_by_metric_and_filter():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"limit": 0}, "--limit is 0"),
         ({"num_fewshot": -1}, "--num-fewshot is -1"),
@@ -216,7 +216,7 @@ def test_scores_are_named_by_metric_and_filter():
         ({"lm_eval": (), "live": True}, "--live requires --lm-eval"),
     ],
 )
-def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
         LmEvalConfig(**{"lm_eval": ("arc_easy",)} | flags)
     assert caught.value.hint

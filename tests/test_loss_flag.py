@@ -77,7 +77,7 @@ def test_each_source_may_have_its_own():
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         ([], "no loss is given"),
         (["cipso"], "did you mean cispo"),
@@ -99,10 +99,10 @@ def test_each_source_may_have_its_own():
         (["a=gspo", "a=cispo"], "the source a already has a loss"),
     ],
 )
-def test_what_names_no_loss_says_why(texts: list[str], said: str):
+def test_what_names_no_loss_says_why(texts: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
         build_loss(texts)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "scale"), [("Mine", 2), ("Mine:scale=5", 5), ("made", 3), ("make:scale=4", 4)])
@@ -113,10 +113,10 @@ def test_a_users_loss_is_a_class_a_loss_or_a_function(text: str, scale: float, t
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("nothing", "from which nothing can be made"), ("made:scale=1", "takes no options"), ("make:a=1", "TypeError")],
 )
-def test_what_is_no_loss_of_a_user_says_why(text: str, said: str, tmp_path: Path):
+def test_what_is_no_loss_of_a_user_says_why(text: str, message: str, tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         build_loss([f"{tmp_path}/own.py:{text}"])

@@ -68,8 +68,8 @@ def trl_loss(
     return -torch.min(coef_1 * advantages, coef_2 * advantages) * mask.float()
 
 
-def gradient(of: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    (result,) = torch.autograd.grad(of, by)
+def gradient(total: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    (result,) = torch.autograd.grad(total, by)
     return result
 
 
@@ -168,16 +168,16 @@ def test_aggregations_of_two_hand_worked_sequences(aggregation: Aggregation, exp
 
 
 @pytest.mark.parametrize(
-    ("given", "flag"),
+    ("options", "flag"),
     [
         ({"kind": "sum"}, "aggregation.kind"),
         ({"kind": "constant"}, "aggregation.tokens"),
         ({"tokens": 7}, "aggregation.kind=constant"),
     ],
 )
-def test_an_aggregation_that_says_too_little_or_too_much_is_refused(given: dict[str, Any], flag: str):
+def test_an_aggregation_that_says_too_little_or_too_much_is_refused(options: dict[str, Any], flag: str):
     with pytest.raises(ConfigError) as caught:
-        Aggregation(**given)
+        Aggregation(**options)
     assert flag in caught.value.hint
 
 

@@ -174,7 +174,7 @@ def test_ranks_together_make_a_whole_tensor():
 
 
 @pytest.mark.parametrize(
-    ("slices", "said"),
+    ("slices", "message"),
     [
         ([TensorSlice((0, 0), (2, 3)), TensorSlice((3, 0), (1, 3))], "they hold 9 of 12 elements"),
         ([], "they hold 0 of 12 elements"),
@@ -183,11 +183,11 @@ def test_ranks_together_make_a_whole_tensor():
         ([TensorSlice((0, 0), (4, 4))], "reaches outside"),
     ],
 )
-def test_a_tensor_that_was_not_written_exactly_once_is_refused(slices: list[TensorSlice], said: str):
+def test_a_tensor_that_was_not_written_exactly_once_is_refused(slices: list[TensorSlice], message: str):
     drafted = draft(specs(), version=3, dtype=torch.float32)
     ranks = [[ShardReport(name="a", tensor_slice=tensor_slice, fingerprint=0)] for tensor_slice in slices]
     ranks.append([report for report in reports(drafted) if report.name != "a"])
-    with pytest.raises(WeightsError, match=said) as caught:
+    with pytest.raises(WeightsError, match=message) as caught:
         complete(drafted, ranks)
     assert "'a' for version 3" in caught.value.message
 

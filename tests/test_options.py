@@ -47,7 +47,7 @@ def text(options: str) -> FlagText:
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "made"),
+    ("make", "options", "expected"),
     [
         (Room, "size=2", Room(size=2.0)),
         (Room, "size=2,lamp.watts=7", Room(size=2.0, lamp=Lamp(watts=7))),
@@ -59,8 +59,8 @@ def text(options: str) -> FlagText:
         (untyped, "a=[x,1]", (["x", 1], 2)),
     ],
 )
-def test_options_become_arguments_in_their_types(make: Any, options: str, made: object):
-    assert build(text(options), make) == made
+def test_options_become_arguments_in_their_types(make: Any, options: str, expected: object):
+    assert build(text(options), make) == expected
 
 
 def test_fields_of_settings_are_options_and_arguments_by_place_are_none():

@@ -124,7 +124,7 @@ def test_outside_of_the_environment_a_program_says_what_to_do(program: str):
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (("new", "kept.py"), "kept.py exists\n  hint: choose another name, or add --force to overwrite it"),
         (("new", "recipe.txt"), "recipe.txt is not a Python file"),
@@ -138,11 +138,11 @@ def test_outside_of_the_environment_a_program_says_what_to_do(program: str):
         ((), "required: COMMAND"),
     ],
 )
-def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, args: tuple[str, ...], said: str):
+def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, args: tuple[str, ...], message: str):
     (tmp_path / "kept.py").write_text("mine")
     (tmp_path / "agents").write_text("a file where the recipe expects a folder")
     done = forge_rl(unpacked, tmp_path, *args)
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
     assert (tmp_path / "kept.py").read_text() == "mine"

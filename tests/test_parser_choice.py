@@ -50,7 +50,7 @@ PROPERTIES = (
 
 
 @pytest.mark.parametrize(
-    ("template", "chosen"),
+    ("template", "parser_name"),
     [
         (CHATML, "hermes"),  # no tools: they are written in Hermes' format
         (with_calls("<tool_call>\n", OBJECT, "\n</tool_call>"), "hermes"),
@@ -59,11 +59,11 @@ PROPERTIES = (
     ],
 )
 def test_the_tool_parser_reads_back_what_the_template_writes(
-    small_tokenizer: Path, tmp_path: Path, template: str, chosen: str | None
+    small_tokenizer: Path, tmp_path: Path, template: str, parser_name: str | None
 ) -> None:
     tokenizer = tokenizer_with(small_tokenizer, tmp_path, template)
-    if chosen is not None:
-        assert parser_for(tokenizer) == chosen
+    if parser_name is not None:
+        assert parser_for(tokenizer) == parser_name
         return
     with pytest.raises(ConfigError, match=r"(?s)none of vLLM's tool parsers reads.*<TOOLCALL>.*set --tool-parser"):
         parser_for(tokenizer)
@@ -108,7 +108,7 @@ def test_a_parser_that_drops_text_next_to_calls_is_found_by_the_templates_marker
 
 
 @pytest.mark.parametrize(
-    ("template", "tags", "chosen"),
+    ("template", "tags", "parser_name"),
     [
         (CHATML, (), ""),
         (OPENS, ("<think>", "</think>"), "deepseek_r1"),
@@ -118,11 +118,11 @@ def test_a_parser_that_drops_text_next_to_calls_is_found_by_the_templates_marker
     ],
 )
 def test_the_reasoning_parser_reads_back_thoughts(
-    small_tokenizer: Path, tmp_path: Path, template: str, tags, chosen: str | None
+    small_tokenizer: Path, tmp_path: Path, template: str, tags, parser_name: str | None
 ) -> None:
     tokenizer = tokenizer_with(small_tokenizer, tmp_path, template, tags=tags)
-    if chosen is not None:
-        assert reasoning_parser_for(tokenizer, "hermes") == chosen
+    if parser_name is not None:
+        assert reasoning_parser_for(tokenizer, "hermes") == parser_name
         return
     with pytest.raises(
         ConfigError, match=r"(?s)none of vLLM's reasoning parsers reads.*--gateway.reasoning-parser.*none"

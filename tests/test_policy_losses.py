@@ -161,11 +161,11 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
 
 @pytest.mark.parametrize("loss", MORE, ids=short)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("of", ["logprobs", "behaviour", "reference", "proximal"])
-def test_tokens_with_non_finite_logprobs_are_left_out_and_counted(loss: PolicyLoss, broken: float, of: str):
+@pytest.mark.parametrize("column", ["logprobs", "behaviour", "reference", "proximal"])
+def test_tokens_with_non_finite_logprobs_are_left_out_and_counted(loss: PolicyLoss, broken: float, column: str):
     loss = replace(loss, kl_coef=0.1, correction=Correction.presets["decoupled"], off_policy_bound=9.0)
     values = {name: torch.tensor([-1.0, -1.2, -0.9]) for name in ("logprobs", "behaviour", "reference", "proximal")}
-    values[of][1] = broken
+    values[column][1] = broken
     logprobs = values.pop("logprobs").requires_grad_()
     behaviour, reference = values.pop("behaviour"), values.pop("reference")
     mask, advantages = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -1.0])

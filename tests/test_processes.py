@@ -115,7 +115,7 @@ def test_a_child_that_runs_has_no_exit_status():
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "description"),
     [
         (None, "its process ended"),
         (0, "its process exited with status 0"),
@@ -126,12 +126,12 @@ def test_a_child_that_runs_has_no_exit_status():
         (71, "its engine died"),
     ],
 )
-def test_an_exit_status_is_described(status: int | None, said: str):
-    assert describe_exit(status, {71: "its engine died"}) == said
+def test_an_exit_status_is_described(status: int | None, description: str):
+    assert describe_exit(status, {71: "its engine died"}) == description
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "cause"),
     [
         ("supervision\n  event: proc Killed(sig=9) at host\nend", describe_exit(-9)),
         ("failed: Killed(sig=15))", "its process was ended by SIGTERM"),
@@ -141,8 +141,8 @@ def test_an_exit_status_is_described(status: int | None, said: str):
         ("  \n", "unknown"),
     ],
 )
-def test_the_cause_is_one_line_of_what_monarch_says(text: str, said: str):
-    assert cause_of(text, {71: "its engine died"}) == said
+def test_the_cause_is_one_line_of_what_monarch_says(text: str, cause: str):
+    assert cause_of(text, {71: "its engine died"}) == cause
 
 
 @contextlib.contextmanager

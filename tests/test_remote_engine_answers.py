@@ -150,7 +150,7 @@ def test_a_malformed_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("settings", "message"),
     [
         ({"urls": ("ftp://a",)}, "'ftp://a' is not the address of a server"),
         ({"urls": ("http://a:x",)}, "is not the address"),
@@ -163,9 +163,9 @@ def test_a_malformed_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         ({"kv_transfer_config": "OffloadingConnector"}, "is not a JSON object: OffloadingConnector"),
     ],
 )
-def test_addresses_are_checked(given: dict[str, Any], message: str) -> None:
+def test_addresses_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        GeneratorConfig(**given)
+        GeneratorConfig(**settings)
     assert "secret" not in str(caught.value)
 
 

@@ -79,8 +79,8 @@ class Asking:
 
 
 @contextlib.asynccontextmanager
-async def asking(folder: Path, most: int, refusal: str = "") -> AsyncIterator[Asking]:
-    asking_cluster = Asking(FakeJob(most, refusal), folder)
+async def asking(folder: Path, max_jobs: int, refusal: str = "") -> AsyncIterator[Asking]:
+    asking_cluster = Asking(FakeJob(max_jobs, refusal), folder)
     asking_cluster.replacements.begin(("a", "b"))
     try:
         yield asking_cluster

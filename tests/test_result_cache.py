@@ -33,13 +33,13 @@ class Work:
         return self.text, self.keep
 
 
-async def get(cache: ResultCache, at: int, text: str = "x" * 100) -> bool:
+async def get(cache: ResultCache, number: int, text: str = "x" * 100) -> bool:
     """Look a key up, and keep a text if it is not there; returns whether it was."""
 
     async def compute() -> tuple[str, bool]:
         return text, True
 
-    return (await cache.get(content_key(at), compute))[1]
+    return (await cache.get(content_key(number), compute))[1]
 
 
 async def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(tmp_path: Path):

@@ -15,15 +15,15 @@ class Replica:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "chosen"),
+    ("replicas", "index"),
     [
         ([Replica(0, 3), Replica(1, 1), Replica(2, 2)], 1),
         ([Replica(2, 1), Replica(0, 5), Replica(1, 1)], 1),  # the lowest index among equals, in any order
         ([Replica(0, 0, serving=False), Replica(1, 9)], 1),  # a dead one has no load
     ],
 )
-def test_the_serving_replica_with_the_least_load_is_chosen(replicas: list[Replica], chosen: int):
-    assert least_loaded(replicas).index == chosen
+def test_the_serving_replica_with_the_least_load_is_chosen(replicas: list[Replica], index: int):
+    assert least_loaded(replicas).index == index
 
 
 @pytest.mark.parametrize("replicas", [[], [Replica(0, 0, serving=False)]])

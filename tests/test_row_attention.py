@@ -66,15 +66,15 @@ def test_attention_over_sequences_is_what_the_dense_mask_says():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "taken"),
+    ("dtype", "head_dim", "is_taken"),
     [(torch.bfloat16, 128, True), (torch.float32, 128, False), (torch.bfloat16, 320, False)],
 )
-def test_flash_attention_takes_half_precision_and_common_heads(dtype: torch.dtype, head_dim: int, taken: bool):
-    assert takes_sequences(dtype, head_dim) is taken
+def test_flash_attention_takes_half_precision_and_common_heads(dtype: torch.dtype, head_dim: int, is_taken: bool):
+    assert takes_sequences(dtype, head_dim) is is_taken
 
 
-@pytest.mark.parametrize(("kind", "taken"), [("qwen3", True), ("gpt_oss", False), ("deepseek_v3", False)])
-def test_models_with_sinks_or_latent_attention_keep_block_masks(kind: str, taken: bool, tmp_path: Path):
+@pytest.mark.parametrize(("kind", "is_taken"), [("qwen3", True), ("gpt_oss", False), ("deepseek_v3", False)])
+def test_models_with_sinks_or_latent_attention_keep_block_masks(kind: str, is_taken: bool, tmp_path: Path):
     from forge_rl.engines.architecture import read_architecture
     from forge_rl.engines.protocol import TrainSettings
     from forge_rl.engines.titan.model import build_model
@@ -86,4 +86,4 @@ def test_models_with_sinks_or_latent_attention_keep_block_masks(kind: str, taken
     with torch.device("meta"):
         model = build_model(architecture, settings)
     scorer = RowScorer(model, settings, mock.Mock(), window=architecture.window, device=torch.device("cpu"))
-    assert scorer._takes_sequences is taken
+    assert scorer._takes_sequences is is_taken

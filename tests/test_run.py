@@ -126,7 +126,7 @@ def run_here(module_name: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--model", "smollm3"), "smollm2-135m"),
         (("--tasks", "chain_summ"), "chain_sum"),
@@ -141,7 +141,7 @@ def run_here(module_name: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> i
 )
 def test_a_wrong_value_is_one_clear_message(
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -150,7 +150,7 @@ def test_a_wrong_value_is_one_clear_message(
     status = run_here("recipes.grpo", "--display", "plain", *arguments, *out, monkeypatch=monkeypatch)
     printed = capsys.readouterr()
     assert status == 1, printed.out + printed.err
-    assert said in printed.err
+    assert message in printed.err
     assert "hint:" in printed.err
     assert "Traceback" not in printed.err
 

@@ -205,7 +205,7 @@ def test_an_episode_of_many_turns_is_sent_in_the_size_of_its_last_context():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "message"),
     [
         (Score(total=1.0, turns=(1.0,)), Score(total=1.0, turns=(1.0, 2.0)), r"`turns`: a \[1\], b \[2\]"),
         (
@@ -215,9 +215,9 @@ def test_an_episode_of_many_turns_is_sent_in_the_size_of_its_last_context():
         ),
     ],
 )
-def test_parts_whose_values_do_not_fit_together_are_named(one: Score, other: Score, said: str):
+def test_parts_whose_values_do_not_fit_together_are_named(one: Score, other: Score, message: str):
     reward = WeightedSum({"a": (of_episode, 1.0), "b": (of_episode, 1.0)})
-    with pytest.raises(ForgeError, match=said):
+    with pytest.raises(ForgeError, match=message):
         reward.combine({"a": one, "b": other})
     assert reward.combine({"a": one, "b": Score(total=2.0)}).total == 3.0
 

@@ -25,11 +25,11 @@ def episode(*tokens: int, cut: bool = False, outcome: Outcome = Outcome.COMPLETE
     return Episode(task=TASK, turns=(turn,), outcome=outcome)
 
 
-def shaped(function: Shaping, episodes: list[Episode], others: list[float]) -> list[float]:
+def shaped(function: Shaping, episodes: list[Episode], sibling_rewards: list[float]) -> list[float]:
     """Measure and shape, as the service does."""
     many = form_of(function) == "group"
     scores = function(TASK, episodes) if many else [function(TASK, sample) for sample in episodes]  # type: ignore[operator]
-    return list(function.shape([x if isinstance(x, Score) else Score(total=x) for x in scores], others))
+    return list(function.shape([x if isinstance(x, Score) else Score(total=x) for x in scores], sibling_rewards))
 
 
 def test_a_cut_answer_keeps_a_share_of_its_reward_but_never_gains():
@@ -70,12 +70,13 @@ def test_repeated_ngrams_are_counted_within_a_turn(tokens: tuple[int, ...], size
 
 
 @pytest.mark.parametrize(
-    ("others", "rate"), [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([0, 0, 0.9, 0], 0.25), ([1, 1, 1, 0], 0.75)]
+    ("sibling_rewards", "rate"),
+    [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([0, 0, 0.9, 0], 0.25), ([1, 1, 1, 0], 0.75)],
 )
-def test_the_adaptive_penalty_grows_with_the_pass_rate(others, rate):
+def test_the_adaptive_penalty_grows_with_the_pass_rate(sibling_rewards, rate):
     group = [episode(*range(n)) for n in (0, 10, 20, 300)]
     expected = np.array([0, 10, 20, 300]) / 100 * max(rate, 1 / 4)
-    np.testing.assert_allclose(shaped(AdaptiveLength(tokens=100), group, others), expected)
+    np.testing.assert_allclose(shaped(AdaptiveLength(tokens=100), group, sibling_rewards), expected)
 
 
 def test_a_sum_reads_the_named_part_or_all_that_do_not_shape():
@@ -101,10 +102,10 @@ def test_a_sum_reads_the_named_part_or_all_that_do_not_shape():
     assert (first.answer, second.total) == ("5", pytest.approx(-1 - 0.1))
 
 
-@pytest.mark.parametrize("of", ["rigth", "other"])
-def test_a_part_that_is_not_there_or_itself_shapes_is_refused(of: str):
-    with pytest.raises(ConfigError, match=f"--reward stop depends on .* no part '{of}'") as caught:
-        WeightedSum({"stop": (StopProperly(of=of), 1.0), "right": (Exact(), 1.0), "other": (StopProperly(), 1.0)})
+@pytest.mark.parametrize("part", ["rigth", "other"])
+def test_a_part_that_is_not_there_or_itself_shapes_is_refused(part: str):
+    with pytest.raises(ConfigError, match=f"--reward stop depends on .* no part '{part}'") as caught:
+        WeightedSum({"stop": (StopProperly(of=part), 1.0), "right": (Exact(), 1.0), "other": (StopProperly(), 1.0)})
     assert caught.value.hint == "name one of: right"
 
 

@@ -82,7 +82,7 @@ def _end_of(program: subprocess.Popen[bytes], *, lives: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "with_programs", "said"),
+    ("scenario", "with_programs", "output"),
     [
         (_itself, False, ""),
         (_itself, True, ""),
@@ -93,12 +93,12 @@ def _end_of(program: subprocess.Popen[bytes], *, lives: bool) -> None:
     ],
 )
 def test_a_process_that_outlives_stop_signals_and_what_it_starts(
-    what: Callable[[bool], None], with_programs: bool, said: object
+    scenario: Callable[[bool], None], with_programs: bool, output: object
 ) -> None:
-    run = f"from tests.test_signals import {what.__name__}; {what.__name__}({with_programs})"
+    run = f"from tests.test_signals import {scenario.__name__}; {scenario.__name__}({with_programs})"
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(said)
+    assert done.stdout.strip() == str(output)
 
 
 _STUBBORN = """

@@ -78,7 +78,7 @@ def test_every_cut_of_a_tensor_is_a_tiling(shape: tuple[int, ...], data: st.Data
 
 
 @pytest.mark.parametrize(
-    ("slices", "said"),
+    ("slices", "message"),
     [
         ([TensorSlice((0, 0), (2, 3)), TensorSlice((3, 0), (1, 3))], "they hold 9 of 12 elements"),
         ([TensorSlice((0, 0), (3, 3)), TensorSlice((2, 0), (2, 3))], "overlaps"),
@@ -89,5 +89,5 @@ def test_every_cut_of_a_tensor_is_a_tiling(shape: tuple[int, ...], data: st.Data
         ([], "they hold 0 of 12 elements"),
     ],
 )
-def test_a_tiling_that_misses_doubles_or_overreaches_is_told(slices: list[TensorSlice], said: str):
-    assert said in str(tiling_error((4, 3), slices))
+def test_a_tiling_that_misses_doubles_or_overreaches_is_told(slices: list[TensorSlice], message: str):
+    assert message in str(tiling_error((4, 3), slices))

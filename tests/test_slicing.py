@@ -58,8 +58,8 @@ def copy(model: Layers, rows: torch.Tensor, columns: torch.Tensor) -> None:
     model.columns.data.copy_(columns.narrow(1, 8, 8))
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
-def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(held: bool) -> None:
+@pytest.mark.parametrize("is_held", [False, True], ids=["at-once", "in-a-later-bucket"])
+def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(is_held: bool) -> None:
     before = {"rows": torch.empty(4, 16), "columns": torch.empty(96)}  # columns are repacked
     model = Layers()
     watch = SliceWatch(model, before)
@@ -68,13 +68,13 @@ def test_slices_are_fingerprinted_in_place_or_as_they_are_copied(held: bool) -> 
     with watch.reading([single("a", a), single("b", b)]):
         with watch:
             copy(model, a, b)
-        if held:
+        if is_held:
             a, b = watch.keep(a), watch.keep(b)
         else:
             model.rows, model.columns = Layers("cpu").parameters()
             with watch:
                 copy(model, a, b)
-    if held:
+    if is_held:
         for tensor in bucket:
             tensor.fill_(-1)
         model.rows, model.columns = Layers("cpu").parameters()
@@ -134,8 +134,8 @@ def test_slices_bound_for_a_device_are_fingerprinted_in_one_batch(
     assert not any(counts[1:])
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["at-once", "in-a-later-bucket"])
-def test_square_matrices_that_a_loader_transposes_arrive_transposed(held: bool) -> None:
+@pytest.mark.parametrize("is_held", [False, True], ids=["at-once", "in-a-later-bucket"])
+def test_square_matrices_that_a_loader_transposes_arrive_transposed(is_held: bool) -> None:
     """As experts of Llama 4 and gpt-oss are, whose files hold [inputs, outputs]."""
     square = WHOLE[:, :12].contiguous()
     model = torch.nn.Module()
@@ -146,7 +146,7 @@ def test_square_matrices_that_a_loader_transposes_arrive_transposed(held: bool) 
         view = tensor.t()
         with watch:
             model.square.data.copy_(view)
-        if held:
+        if is_held:
             view = watch.keep(view)
             tensor.fill_(-1)
         model.square = torch.nn.Parameter(torch.empty(12, 12), requires_grad=False)

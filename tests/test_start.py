@@ -459,12 +459,14 @@ async def test_a_tool_parser_is_refused_where_no_task_has_tools(
         assert bool(staged[0]) == tools
 
 
-@pytest.mark.parametrize(("rows", "every", "told"), [(2, 1, 1), (2, 0, 0), (100, 1, 0)])
-def test_a_file_of_too_few_tasks_to_hold_some_out_is_told(rows: int, every: int, told: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "every", "warning_count"), [(2, 1, 1), (2, 0, 0), (100, 1, 0)])
+def test_a_file_of_too_few_tasks_to_hold_some_out_is_told(
+    rows: int, every: int, warning_count: int, tmp_path: Path
+) -> None:
     path, warnings = tmp_path / "rows.jsonl", list[str]()
     path.write_text("".join(f'{{"question": "What is {row} + 1?", "answer": "{row + 1}"}}\n' for row in range(rows)))
     config = Config(tasks=(str(path),), evaluation=EvalConfig(every=every, tasks=1))
     mixture = config.data.build(config.tasks, seed=0)
     sets = _evaluation_sets(config, mixture, None, warnings.append)
-    assert ["nothing is evaluated, as no task is held out" in text for text in warnings] == [True] * told
-    assert bool(sets) == (every > 0 and not told)
+    assert ["nothing is evaluated, as no task is held out" in text for text in warnings] == [True] * warning_count
+    assert bool(sets) == (every > 0 and not warning_count)

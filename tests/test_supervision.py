@@ -121,13 +121,13 @@ async def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_pat
         assert len(faults._actions) == 2, "Monarch's late word about the old one is nobody's"
 
 
-@pytest.mark.parametrize("which", ["itself", "a descendant"])
-async def test_a_replica_that_is_stopped_is_killed_and_replaced(which: str, tmp_path: Path):
+@pytest.mark.parametrize("process", ["itself", "a descendant"])
+async def test_a_replica_that_is_stopped_is_killed_and_replaced(process: str, tmp_path: Path):
     async with supervised(tmp_path) as (service, faults, _):
         replica = service.replicas[0]
         child = await replica.ask("start_child", deadline_s=LONG_S)
         pid = await pid_of(service)
-        os.kill(pid if which == "itself" else child, signal.SIGSTOP)
+        os.kill(pid if process == "itself" else child, signal.SIGSTOP)
         with pytest.raises(ReplicaError, match="hung: its process was stopped"):
             await replica.ask("hold", deadline_s=LONG_S)
         await until(service, lambda: all_serve(service))

@@ -310,9 +310,11 @@ def test_flags_name_teachers_and_the_mixture_needs_one_for_each_source():
         TeachersConfig().check_sources(["math"])
 
 
-@pytest.mark.parametrize(("models", "said"), [(("a", "b"), "already has a teacher"), (("a:k=3",), "takes no options")])
-def test_a_wrong_flag_is_refused(models: tuple[str, ...], said: str):
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(
+    ("models", "message"), [(("a", "b"), "already has a teacher"), (("a:k=3",), "takes no options")]
+)
+def test_a_wrong_flag_is_refused(models: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
         TeachersConfig(models=models)
 
 

@@ -23,7 +23,7 @@ def of_env(text: str) -> FlagText:
 
 
 @pytest.mark.parametrize(
-    ("text", "title", "name", "written", "weight"),
+    ("text", "title", "name", "raw_params", "weight"),
     [
         ("leg_counting", "", "leg_counting", {}, 1),
         ("chain_sum:min_terms=2,max_terms=3*0.5", "", "chain_sum", {"min_terms": "2", "max_terms": "3"}, 0.5),
@@ -51,14 +51,14 @@ def of_env(text: str) -> FlagText:
         ("x=../a b/mine.py:make.tasks", "x", "../a b/mine.py:make.tasks", {}, 1),
     ],
 )
-def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str], weight: float) -> None:
+def test_texts_of_tasks(text: str, title: str, name: str, raw_params: dict[str, str], weight: float) -> None:
     spec = of_tasks(text)
-    assert (spec.title, spec.name, spec.raw_params, spec.weight) == (title, name, written, weight)
+    assert (spec.title, spec.name, spec.raw_params, spec.weight) == (title, name, raw_params, weight)
     assert spec.is_code == (".py" in text)
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "written", "weight"),
+    ("text", "name", "raw_params", "weight"),
     [
         ("auto=0.5", "auto", {}, 0.5),
         ("auto*-0.5", "auto", {}, -0.5),
@@ -72,9 +72,9 @@ def test_texts_of_tasks(text: str, title: str, name: str, written: dict[str, str
         ("style=mine.py:score*0.5", "mine.py:score", {}, 0.5),
     ],
 )
-def test_texts_of_rewards(text: str, name: str, written: dict[str, str], weight: float) -> None:
+def test_texts_of_rewards(text: str, name: str, raw_params: dict[str, str], weight: float) -> None:
     spec = of_reward(text)
-    assert (spec.name, spec.raw_params, spec.weight) == (name, written, weight)
+    assert (spec.name, spec.raw_params, spec.weight) == (name, raw_params, weight)
     assert spec.is_code == (":" in name)
     assert spec.title == ("style" if text.startswith("style") else "")
 
@@ -101,7 +101,7 @@ def test_values_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("chain_sum*x", "--tasks: the weight 'x' is not a finite number\n  chain_sum*x\n            ^\n"),
         ("chain_sum*", "--tasks: the weight '' is not a finite number\n  chain_sum*\n            ^\n"),
@@ -112,10 +112,10 @@ def test_values_are_read() -> None:
         (":a=1", "--tasks: there is no name\n  :a=1\n  ^\n"),
     ],
 )
-def test_an_error_marks_the_place(text: str, said: str) -> None:
+def test_an_error_marks_the_place(text: str, message: str) -> None:
     with pytest.raises(TaskError) as caught:
         of_tasks(text)
-    assert str(caught.value) == f"{said}  hint: write NAME:KEY=VALUE,KEY=VALUE*WEIGHT"
+    assert str(caught.value) == f"{message}  hint: write NAME:KEY=VALUE,KEY=VALUE*WEIGHT"
 
 
 @pytest.mark.parametrize("text", ["mine.py:score=x", "auto=nan", "auto*", "mine:score*y"])

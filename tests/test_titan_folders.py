@@ -29,7 +29,7 @@ def test_weights_spread_over_several_files_are_found(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model_type": ["llama"]}, "model_type"),
         ({"model_type": None}, "model_type None"),
@@ -48,18 +48,18 @@ def test_weights_spread_over_several_files_are_found(tmp_path: Path):
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, not a whole number from 1 to 10000"),
     ],
 )
-def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_path: Path):
+def test_a_config_that_is_not_supported_is_refused(change: dict, message: str, tmp_path: Path):
     make_model(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         engine_of(tmp_path)
     assert str(path) in caught.value.message
     assert caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "said"),
+    ("family", "change", "message"),
     [
         ("gpt_oss", {"attention_bias": False}, "asks for attention_bias false"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "asks for swiglu_alpha 1.5"),
@@ -81,11 +81,11 @@ def test_a_config_that_is_not_supported_is_refused(change: dict, said: str, tmp_
         ("deepseek_v3", {"attention_bias": True}, "asks for attention_bias"),
     ],
 )
-def test_what_a_family_does_not_support_is_refused(family: str, change: dict, said: str, tmp_path: Path):
+def test_what_a_family_does_not_support_is_refused(family: str, change: dict, message: str, tmp_path: Path):
     make_model(tmp_path, family)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         read_architecture(tmp_path)
     assert str(path) in caught.value.message
     assert caught.value.hint
@@ -132,18 +132,18 @@ def cut_a_weight(state: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (drop_a_weight, "lacks the weight 'model.layers.1.mlp.up_proj.weight'"),
         (cut_a_weight, r"'model.norm.weight' in .* has shape \(23,\), config.json says \(24,\)"),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_refused(damage: Callable, said: str, tmp_path: Path):
+def test_weights_that_do_not_fit_the_config_are_refused(damage: Callable, message: str, tmp_path: Path):
     make_model(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     damage(state)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         engine_of(tmp_path)
 
 

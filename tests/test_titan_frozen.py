@@ -87,14 +87,14 @@ def test_a_run_with_frozen_weights_continues_bit_by_bit(tmp_path: Path):
     assert export.keys() == hf_weights(through.model).keys(), "an export lacks frozen weights"
 
 
-@pytest.mark.parametrize(("saved", "now"), [(FROZEN, ()), ((), FROZEN), (FROZEN, FROZEN[:2])])
+@pytest.mark.parametrize(("saved", "frozen"), [(FROZEN, ()), ((), FROZEN), (FROZEN, FROZEN[:2])])
 def test_a_training_state_with_other_frozen_weights_is_refused(
-    saved: tuple[str, ...], now: tuple[str, ...], tmp_path: Path
+    saved: tuple[str, ...], frozen: tuple[str, ...], tmp_path: Path
 ):
     make_model(tmp_path / "hf")
     save(engine_of(tmp_path / "hf", frozen=saved), tmp_path / "saved", tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"of a run that trained \d+ weights, this one trains \d+") as caught:
-        engine_of(tmp_path / "hf", frozen=now).load_training_state(tmp_path / "saved" / "training")
+        engine_of(tmp_path / "hf", frozen=frozen).load_training_state(tmp_path / "saved" / "training")
     assert "--trainer.frozen" in caught.value.hint
 
 

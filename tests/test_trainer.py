@@ -316,7 +316,7 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"minibatches": 4}, "2 groups cannot be split into 4 minibatches"),
         (
@@ -325,8 +325,8 @@ def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypat
         ),
     ],
 )
-def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
         RunConfig(steps=3, groups_per_batch=2, trainer=Trainer.Config(**settings))
 
 

@@ -128,7 +128,7 @@ SHOWN: Any = ({"role": "tool", "content": "4"},)
 
 
 @pytest.mark.parametrize(
-    "made",
+    "compact",
     [
         MADE,
         Episode(task=TASK, turns=(MADE, turn([1, 2, 3, 4, 5], [6])), score=Score(total=1.0), outcome=Outcome.TRUNCATED),
@@ -139,25 +139,25 @@ SHOWN: Any = ({"role": "tool", "content": "4"},)
     ],
     ids=lambda made: type(made).__name__,
 )
-def test_compact_objects_are_one_object_each_frozen_and_travel_whole(made: Any):
-    names = [field.name for field in fields(made)]
-    assert not hasattr(made, "__dict__")
+def test_compact_objects_are_one_object_each_frozen_and_travel_whole(compact: Any):
+    names = [field.name for field in fields(compact)]
+    assert not hasattr(compact, "__dict__")
     for name in names:
         with pytest.raises(FrozenInstanceError):
-            setattr(made, name, None)
-    read = pickle.loads(pickle.dumps(made))
-    assert read == made
-    assert type(read) is type(made.updated()) is type(made)
+            setattr(compact, name, None)
+    read = pickle.loads(pickle.dumps(compact))
+    assert read == compact
+    assert type(read) is type(compact.updated()) is type(compact)
     for name in names:
-        changed = made.updated(**{name: "other"})
+        changed = compact.updated(**{name: "other"})
         assert getattr(changed, name) == "other"
         assert all(
-            getattr(changed, name_of_field) is getattr(made, name_of_field)
+            getattr(changed, name_of_field) is getattr(compact, name_of_field)
             for name_of_field in names
             if name_of_field != name
         )
     with pytest.raises(AttributeError, match="typo"):
-        made.updated(typo=1)
+        compact.updated(typo=1)
 
 
 def test_an_unchecked_turn_is_the_same_as_a_checked_one():

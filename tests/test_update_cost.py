@@ -19,11 +19,11 @@ def launches(counts: Counts) -> float:
     return sum(counts.row.launches.values()) / counts.rows
 
 
-@pytest.mark.parametrize(("name", "most"), [("Qwen3-1.7B", 24), ("Qwen3-30B-A3B", 60), ("gpt-oss-20b", 106)])
-def test_a_layer_of_a_row_takes_few_operations_and_no_waits(name: str, most: int):
+@pytest.mark.parametrize(("name", "max_operations"), [("Qwen3-1.7B", 24), ("Qwen3-30B-A3B", 60), ("gpt-oss-20b", 106)])
+def test_a_layer_of_a_row_takes_few_operations_and_no_waits(name: str, max_operations: int):
     few, more = (counts_of(name, layers) for layers in (2, 4))
     copied = [counts.row.launches["_foreach_copy_"] + counts.row.launches["copy_"] for counts in (few, more)]
-    assert (launches(more) - launches(few) - (copied[1] - copied[0]) / 2) / 2 <= most
+    assert (launches(more) - launches(few) - (copied[1] - copied[0]) / 2) / 2 <= max_operations
     assert not few.row.waits
     # Metrics and the gradient's norm, and the experts' loads.
     assert sum(few.step.waits.values()) == (1 if name == "Qwen3-1.7B" else 2)

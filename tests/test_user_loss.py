@@ -76,7 +76,7 @@ def test_a_loss_that_works_passes(loss: Any):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         (lambda inputs: inputs.logprobs.sum(), "the loss returned Tensor"),
         (lambda inputs: (inputs.logprobs, {}), r"the loss returned a tensor of shape \[8\]"),
@@ -87,8 +87,8 @@ def test_a_loss_that_works_passes(loss: Any):
         (Held().take, "cannot be sent to the trainer's ranks"),
     ],
 )
-def test_a_loss_that_cannot_work_says_why(body: Callable[[LossInputs], Any], said: str):
-    with pytest.raises(LossError, match=said) as caught:
+def test_a_loss_that_cannot_work_says_why(body: Callable[[LossInputs], Any], message: str):
+    with pytest.raises(LossError, match=message) as caught:
         try_loss(Custom(body))
     assert caught.value.hint
 

@@ -142,8 +142,8 @@ async def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="model")),
     )
 
-    async def hold_made(made: engine.VLLMEngine, *, asleep: bool) -> tuple[bool, list[str]]:
-        is_whole = await made.hold(paused=False, asleep=asleep)
+    async def hold_made(vllm_engine: engine.VLLMEngine, *, asleep: bool) -> tuple[bool, list[str]]:
+        is_whole = await vllm_engine.hold(paused=False, asleep=asleep)
         step_calls = calls.copy()
         calls.clear()
         return is_whole, step_calls
@@ -336,7 +336,7 @@ class _Scheduled:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("connector", "message"),
     [
         ({"kv_connector": "OffloadingConnector"}, "specify kv_role"),
         ({"kv_conector": "OffloadingConnector"}, "kv_conector: Unexpected keyword argument"),
@@ -347,18 +347,18 @@ class _Scheduled:
 )
 @pytest.mark.parametrize("within", [False, True])
 def test_a_kv_connector_that_cannot_forget_old_weights_is_refused(
-    given: dict[str, Any], message: str, within: bool
+    connector: dict[str, Any], message: str, within: bool
 ) -> None:
     from forge_rl.engines.vllm.kv_transfer import read_kv_transfer
 
     if within:
-        parts = {"connectors": [{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}, given]}
-        given = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": parts}
+        parts = {"connectors": [{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}, connector]}
+        connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": parts}
     expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
     with expected:
-        config = read_kv_transfer(json.dumps(given))
+        config = read_kv_transfer(json.dumps(connector))
         assert config is not None
-        assert config.kv_connector == given["kv_connector"]
+        assert config.kv_connector == connector["kv_connector"]
 
 
 def test_a_served_engine_asks_for_the_key_on_every_route_but_probes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,14 +57,16 @@ async def test_a_version_cannot_be_published_twice_nor_by_two(shm: Path):
 
 
 @pytest.mark.parametrize(
-    ("which", "said"),
+    ("rank_order", "message"),
     [
         ((0,), r"shards of 'a' for version 2 do not fit: they hold 320 of 640 elements"),
         ((), r"shards of 'a' for version 2 do not fit: they hold 0 of 640 elements"),
         ((0, 1, 1), r"shards of 'a' for version 2 do not fit: .* overlaps"),
     ],
 )
-async def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, which: Sequence[int], said: str):
+async def test_a_version_that_was_not_written_exactly_once_is_never_seen(
+    shm: Path, rank_order: Sequence[int], message: str
+):
     async with shared(shm) as (store, _):
         await publish(store, 1)
 
@@ -72,9 +74,9 @@ async def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Pa
             async with store.publishing(2, specs(), torch.float32) as publication:
                 write = store.transport().write
                 ranks = [await write(publication.draft, shards(all_of(2), rank), rank=rank) for rank in range(2)]
-                await publication.commit([ranks[rank] for rank in which])
+                await publication.commit([ranks[rank] for rank in rank_order])
 
-        with pytest.raises(WeightsError, match=said):
+        with pytest.raises(WeightsError, match=message):
             await commit()
         assert await latest(store) == 1
         await publish(store, 2)
@@ -328,7 +330,7 @@ async def test_a_holder_elsewhere_is_not_mistaken_for_a_local_process(shm: Path)
 
 
 @pytest.mark.parametrize(
-    ("transport", "needed", "installed", "name", "said", "hint"),
+    ("transport", "needed", "installed", "name", "message", "hint"),
     [
         ("auto", 16 * PAGE, False, "shared_memory", "weights travel by shared memory in {shm}$", ""),
         ("shared_memory", 16 * PAGE, False, "shared_memory", "shared memory in {shm}, as asked for$", ""),
@@ -340,17 +342,17 @@ async def test_a_holder_elsewhere_is_not_mistaken_for_a_local_process(shm: Path)
     ],
 )
 def test_the_transport_is_what_was_asked_for_or_what_can_be_used(
-    small_shm: Path, transport: str, needed: int, installed: bool, name: str, said: str, hint: str, monkeypatch: Any
+    small_shm: Path, transport: str, needed: int, installed: bool, name: str, message: str, hint: str, monkeypatch: Any
 ):
     monkeypatch.setattr(TorchStoreTransport, "is_installed", lambda: installed)
     config = WeightStore.Config(transport=transport, shm=small_shm)  # type: ignore[arg-type]
-    said = said.format(shm=small_shm)
+    message = message.format(shm=small_shm)
     if name:
         transport_name, sentence = module._choose(config, needed)
         assert transport_name == name
-        assert re.search(said, sentence)
+        assert re.search(message, sentence)
     else:
-        with pytest.raises(WeightsError, match=said) as caught:
+        with pytest.raises(WeightsError, match=message) as caught:
             module._choose(config, needed)
         assert re.search(hint, caught.value.hint)
 

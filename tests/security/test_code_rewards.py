@@ -208,7 +208,7 @@ def test_a_text_that_is_no_plain_data_is_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "tolerance", "right"),
+    ("output", "expected", "tolerance", "right"),
     [
         ("1 2 \n\n", "1 2\n", 0.0, True),
         ("1  2", "1 2", 0.0, False),
@@ -221,8 +221,8 @@ def test_a_text_that_is_no_plain_data_is_refused(text: str):
         ("1\x0c2", "1\n2", 0.0, False),
     ],
 )
-def test_outputs_are_compared_by_line(found: str, wanted: str, tolerance: float, right: bool):
-    assert equal(found, wanted, tolerance) == right
+def test_outputs_are_compared_by_line(output: str, expected: str, tolerance: float, right: bool):
+    assert equal(output, expected, tolerance) == right
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def wheel(folder: Path, content: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("offered", "known", "said"),
+    ("offered", "hashed_wheel", "message"),
     [
         ("good", "good", "small==1.0"),
         ("changed", "good", "Hash mismatch for `small==1.0`"),
@@ -77,17 +77,19 @@ def wheel(folder: Path, content: str) -> str:
     ],
 )
 def test_uv_refuses_a_wheel_that_was_changed_and_one_without_a_hash(
-    tmp_path: Path, offered: str, known: str | None, said: str
+    tmp_path: Path, offered: str, hashed_wheel: str | None, message: str
 ) -> None:
     sums = {name: wheel(tmp_path / name, f"this_is = {name!r}\n") for name in ("good", "changed")}
-    (tmp_path / "constraints.txt").write_text(f"small==1.0 --hash=sha256:{sums[known]}\n" if known else "small==1.0\n")
+    (tmp_path / "constraints.txt").write_text(
+        f"small==1.0 --hash=sha256:{sums[hashed_wheel]}\n" if hashed_wheel else "small==1.0\n"
+    )
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "app"\nversion = "1"\ndependencies = ["small"]\n')
     uv = [Path(sys.executable).with_name("uv"), "--no-config", "--offline", "--no-cache", "pip", "install"]
     where = ["--python", sys.executable, "--target", tmp_path / "target", "--no-index", "--find-links"]
     arguments = ["--require-hashes", "--constraints", tmp_path / "constraints.txt", "-r", tmp_path / "pyproject.toml"]
     done = subprocess.run([*uv, *where, tmp_path / offered, *arguments], capture_output=True, text=True)
-    assert said in done.stderr
-    assert (tmp_path / "target" / "small.py").exists() == (done.returncode == 0) == (offered == known)
+    assert message in done.stderr
+    assert (tmp_path / "target" / "small.py").exists() == (done.returncode == 0) == (offered == hashed_wheel)
 
 
 @pytest.fixture

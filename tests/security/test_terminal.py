@@ -24,10 +24,10 @@ EVIL = (
 ACTS = "\x1b\x07\x9b\b\r\x7f\u202e\u2066\u2028\U000e0041"
 
 
-def unharmed(shown: str) -> bool:
+def unharmed(text: str) -> bool:
     """True if the text is there, with nothing that acts on a terminal."""
-    flat = "".join(shown.split())
-    return not set(shown) & set(ACTS) and "[boldred]nomarkup[/boldred]" in flat and "[link=http://a.example]" in flat
+    flat = "".join(text.split())
+    return not set(text) & set(ACTS) and "[boldred]nomarkup[/boldred]" in flat and "[link=http://a.example]" in flat
 
 
 class Terminal(io.StringIO):
