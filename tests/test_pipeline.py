@@ -81,9 +81,9 @@ def record(rank: int, folder: Path) -> tuple[list[str], int]:
 
 def test_a_stage_starts_a_row_ahead_per_later_stage_then_alternates(tmp_path: Path):
     make_model(tmp_path, **SHAPE)
-    found = run_ranks(record, 3, tmp_path)
-    assert ["".join(events) for events, _ in found] == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
-    assert [most for _, most in found] == [3, 2, 0]
+    records = run_ranks(record, 3, tmp_path)
+    assert ["".join(events) for events, _ in records] == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
+    assert [max_begun for _, max_begun in records] == [3, 2, 0]
 
 
 class Broken(ClippedSurrogate):
@@ -103,7 +103,7 @@ def train_in_stages(rank: int, folder: Path) -> list[Any]:
     from forge_rl.engines.titan.train import TitanEngine
 
     laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
-    found = list[Any]()
+    results = list[Any]()
     for share, dtype in ((memory._GRADIENTS_SHARE, "float64"), (10**9, "float64"), (10**9, "bfloat16")):
         memory._GRADIENTS_SHARE = share
         settings = TrainSettings(dtype=dtype, seq_len=64, pipeline_parallel_degree=2)  # type: ignore[arg-type]
@@ -112,15 +112,15 @@ def train_in_stages(rank: int, folder: Path) -> list[Any]:
         metrics = engine.train_batch(laid.minibatches, StepRequest(loss=loss, epochs=2, total_updates=9)).metrics
         noise = engine.layer_noise(laid.rows, temperature=1.0, relative=1e-3)
         evaluated = engine.evaluate(laid.minibatches, loss)
-        found.append(([reduce(each or {}) for each in metrics], noise, reduce(evaluated)))
-        found[-1] += engine.parameters, engine.specs()
+        results.append(([reduce(metrics_of_step or {}) for metrics_of_step in metrics], noise, reduce(evaluated)))
+        results[-1] += engine.parameters, engine.specs()
         for call in (
             lambda engine=engine: engine.train_batch(laid.minibatches, StepRequest(loss=Broken(), total_updates=9)),
             lambda engine=engine: engine.evaluate(laid.minibatches, Broken()),
         ):
             with pytest.raises(LossError, match="no such statistic"):  # on all stages, none of which is left waiting
                 call()
-    return found
+    return results
 
 
 @pytest.mark.usefixtures("process_group")
@@ -135,21 +135,21 @@ def test_stages_return_what_one_process_does(tmp_path: Path):
     for index, (dtype, near) in enumerate((("float64", 1e-10), ("float64", 1e-10), ("bfloat16", 0.1))):
         engine = TitanEngine(tmp_path, TrainSettings(dtype=dtype, seq_len=64), reference=True)  # type: ignore[arg-type]
         metrics = engine.train_batch(laid.minibatches, StepRequest(loss=loss, epochs=2, total_updates=9)).metrics
-        expected = [reduce(each or {}) for each in metrics]
-        assert [each["grad_norm"] for each in last[index][0]] == pytest.approx(
-            [each["grad_norm"] for each in expected], rel=near
+        expected = [reduce(metrics_of_step or {}) for metrics_of_step in metrics]
+        assert [step_metrics["grad_norm"] for step_metrics in last[index][0]] == pytest.approx(
+            [step_metrics["grad_norm"] for step_metrics in expected], rel=near
         )
         assert first[index][0][0]["grad_norm"] == last[index][0][0]["grad_norm"]
         assert first[index][3:] == last[index][3:] == (engine.parameters, engine.specs()), "of all stages"
         if dtype == "bfloat16":
             continue
-        for found, one in zip(last[index][0], expected, strict=True):
-            assert found.pop("pipeline/idle_share") == pytest.approx(1 / (len(laid.rows) + 1))
-            assert found == pytest.approx(one, rel=1e-9, abs=1e-12)
+        for step_metrics, expected_metrics in zip(last[index][0], expected, strict=True):
+            assert step_metrics.pop("pipeline/idle_share") == pytest.approx(1 / (len(laid.rows) + 1))
+            assert step_metrics == pytest.approx(expected_metrics, rel=1e-9, abs=1e-12)
         noise = engine.layer_noise(laid.rows, temperature=1.0, relative=1e-3)
         assert len(noise) == 5
-        for one, other in zip(last[index][1], noise, strict=True):
-            assert one == pytest.approx(other, rel=1e-9)
+        for scale, expected_scale in zip(last[index][1], noise, strict=True):
+            assert scale == pytest.approx(expected_scale, rel=1e-9)
         assert last[index][2] == pytest.approx(reduce(engine.evaluate(laid.minibatches, loss)), rel=1e-9, abs=1e-12)
 
 
@@ -178,18 +178,18 @@ def ends(rank: int, folder: Path) -> list[torch.Tensor]:
     settings = TrainSettings(dtype="float32", seq_len=64, pipeline_parallel_degree=2, optimizer_state="int8")
     engine = TitanEngine(folder, settings)
     laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
-    found = list[torch.Tensor]()
+    weights = list[torch.Tensor]()
     for _ in range(3):
-        found += [local(each.detach()).clone() for name, each in named_weights(engine.model) if "embed" in name]
+        weights += [local(weight.detach()).clone() for name, weight in named_weights(engine.model) if "embed" in name]
         engine.train_batch(laid.minibatches, StepRequest(loss=ClippedSurrogate(), total_updates=9))
-    return found
+    return weights
 
 
 def test_a_tied_weight_stays_one_where_moments_are_rounded_at_random(tmp_path: Path):
     make_model(tmp_path, **SHAPE, tie_word_embeddings=True, hidden_size=128, head_dim=32, intermediate_size=64)
     first, last = run_ranks(ends, 2, tmp_path)
     assert len(first) == len(last) == 3
-    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+    assert all(torch.equal(weight, other) for weight, other in zip(first, last, strict=True))
     assert not torch.equal(first[1], first[2])
 
 
@@ -201,7 +201,7 @@ def biases(rank: int, folder: Path, **degrees: int) -> dict[str, torch.Tensor]:
     engine = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, expert_balance="bias", **degrees))  # type: ignore[arg-type]
     laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
     engine.train_batch(laid.minibatches, StepRequest(loss=ClippedSurrogate(), epochs=3, total_updates=9))
-    return {name: each.clone() for name, each in named_weights(engine.model) if name.endswith("expert_bias_E")}
+    return {name: bias.clone() for name, bias in named_weights(engine.model) if name.endswith("expert_bias_E")}
 
 
 @pytest.mark.usefixtures("process_group")
@@ -209,11 +209,11 @@ def test_expert_biases_move_as_in_one_process_despite_dense_stages(tmp_path: Pat
     make_model(tmp_path, "deepseek_v3", num_hidden_layers=3)
     alone = biases(0, tmp_path)
     for stages in (2, 3):
-        found = run_ranks(partial(biases, pipeline_parallel_degree=stages), stages, tmp_path)
-        joined = {name: each for stage in found for name, each in stage.items()}
+        rank_biases = run_ranks(partial(biases, pipeline_parallel_degree=stages), stages, tmp_path)
+        joined = {name: bias for stage in rank_biases for name, bias in stage.items()}
         assert joined.keys() == alone.keys()
-        assert stages == 2 or not found[0], "the first of three stages is dense"
-        assert all(torch.equal(joined[name], each) for name, each in alone.items())
+        assert stages == 2 or not rank_biases[0], "the first of three stages is dense"
+        assert all(torch.equal(joined[name], bias) for name, bias in alone.items())
 
 
 def peaks(rank: int, folder: Path) -> int:
@@ -230,9 +230,9 @@ def peaks(rank: int, folder: Path) -> int:
 def test_the_plan_is_of_the_stage_that_allocates_the_most(tmp_path: Path):
     make_model(tmp_path, **PLANNED)
     settings = TrainSettings(dtype="float32", seq_len=768)
-    one = plan_training(tmp_path, settings, ranks=1, reference=False)
+    one_stage = plan_training(tmp_path, settings, ranks=1, reference=False)
     planned = plan_training(tmp_path, replace(settings, pipeline_parallel_degree=2), ranks=2, reference=False)
-    assert 0.5 <= planned.weights / one.weights < 0.7
+    assert 0.5 <= planned.weights / one_stage.weights < 0.7
     assert planned.optimizer == pytest.approx(2 * planned.weights, rel=1e-3)
-    found = run_ranks(peaks, 2, tmp_path)
-    assert planned.gradients + planned.activations + planned.head == pytest.approx(max(found), rel=0.1)
+    rank_peaks = run_ranks(peaks, 2, tmp_path)
+    assert planned.gradients + planned.activations + planned.head == pytest.approx(max(rank_peaks), rel=0.1)

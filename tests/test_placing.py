@@ -110,10 +110,10 @@ def test_settings_with_the_controllers_default_get_the_hosts():
     )
     assert run_hosts.adapted(run_config) is run_config
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
-        there = run_hosts.adapted(run_config)
+        adapted = run_hosts.adapted(run_config)
     assert (run_config.trainer.seq_len, run_config.generator.gpu_memory_utilization) == (1024, 0.4)
-    assert (there.trainer.seq_len, there.generator.gpu_memory_utilization) == (0, 0)
-    assert there.generator.max_num_seqs == 8
+    assert (adapted.trainer.seq_len, adapted.generator.gpu_memory_utilization) == (0, 0)
+    assert adapted.generator.max_num_seqs == 8
     # A default of the controller that the user has named stays.
     with giving(["trainer.seq_len", "generator.max_num_seqs"]):
         named = RunConfig()
