@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from forge_rl.sandbox import Pool, shared
 from forge_rl.system import cgroups
 from forge_rl.system.cpus import cpu_cores
 
@@ -51,3 +53,19 @@ def test_only_the_cores_on_which_this_process_may_run_are_counted(monkeypatch: p
     finally:
         os.sched_setaffinity(0, before)
     assert 1 <= cpu_cores() <= len(before)
+
+
+async def test_a_pool_of_sandboxes_has_the_cores_and_the_memory_of_its_container(folder: Path):
+    (folder / "cpu.max").write_text("200000 100000")
+    (folder / "memory.max").write_text(str(512 << 20))
+    (folder / "memory.current").write_text(str(112 << 20))
+    (folder / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+    pool = Pool()
+    assert pool.most == 100, "four MiB for each session"
+    assert pool._num_servers == 2
+    assert pool._settings.memory_bytes == (300 << 20) // 2
+    cpus = shared._PoolEntry(cast(Any, None), cast(Any, None)).cpus
+    await cpus.acquire()
+    assert not cpus.locked()
+    await cpus.acquire()
+    assert cpus.locked()

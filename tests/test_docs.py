@@ -242,7 +242,7 @@ def test_pages_say_how_many_attempts_tests_make() -> None:
     images = f"`tests/security/test_hostile_images.py` has {len(LAYERS) + len(IMAGES)} such images"
     assert images in (doors / "images.md").read_text()
     assert (len(TASKS), len(TRICKS)) == (10, 6)
-    counts = r"Ten tasks in this format are in `tests/harbor_tasks\.py`: .* six tricks 0"
+    counts = r"Ten tasks in this format are in `tests/harbor_tasks\.py`: .* eight tricks 0"
     assert re.search(counts, (doors / "world.md").read_text())
 
 

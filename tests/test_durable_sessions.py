@@ -219,3 +219,23 @@ async def test_killed_servers_and_sessions_cost_no_episode_and_leave_nothing(pro
     assert found["twice"] == 0
     assert found["left"] == 0
     assert found["rebuilt"] > 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_cannot_be_written_is_one_error_and_the_session_goes_on(
+    sandbox: SharedPool, cached: bool, tmp_path: Path
+):
+    async def work(sessions: DurableSessions) -> None:
+        async with sessions.open() as session:
+            await session.run("x = 20")
+            for path, data in (("before", b"1"), ("/proc/mine", b""), ("after", b"21")):
+                await session.put(path, data)
+            with pytest.raises(SandboxError, match="/proc/mine"):
+                await session.run("x")
+            # The files around it are there, and so is the state of the cells before.
+            cell = "x + int(open('before').read()) + int(open('after').read())"
+            assert (await session.run(cell)).value == "42"
+            kill_sessions(sessions.pool)
+            assert (await session.run("x + int(open('after').read())")).value == "41"
+
+    with_sessions(sandbox, work, tmp_path if cached else None)

@@ -45,6 +45,19 @@ def test_a_small_file_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == "é".encode()
 
 
+def test_a_file_that_two_write_at_once_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, fsync = tmp_path / "job.json", os.fsync
+
+    def write_another(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        write_whole(path, "second")
+
+    monkeypatch.setattr(os, "fsync", write_another)
+    write_whole(path, "first")
+    assert path.read_text() == "first"
+    assert [file.name for file in tmp_path.iterdir()] == ["job.json"]
+
+
 def test_a_folder_that_cannot_be_made_is_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "file").chmod(0o644)

@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,9 +10,11 @@ import pytest
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import reset_env, step_env
 from forge_rl.errors import TaskError
-from forge_rl.sandbox.images.image import ImageSettings
+from forge_rl.sandbox.images.image import ContainerImage, ImageSettings
+from forge_rl.sandbox.providers.roots import VARIABLES, RootListing
 from forge_rl.sandbox.workspaces.changes import Change, Entry
-from forge_rl.sandbox.workspaces.image_changes import LayerNames, counted
+from forge_rl.sandbox.workspaces.image_changes import counted
+from forge_rl.sandbox.workspaces.image_programs import LayerNames
 from tests.container_images import host_layer, image_of, layer, written_layout
 from tests.harbor_tasks import FILES, TASKS, TRICKS, write_tasks
 from tests.sandbox_pool import loop_with_pool
@@ -177,6 +179,109 @@ def test_a_folder_of_what_runs_before_tests_is_no_link(
     image = image_of(layer(tmp_path, "layer", files), env={"PATH": "/opt/venv/bin:/usr/bin:/bin", "PYTHONPATH": "/src"})
     change = Change(path=path, before=entries.get(before or ""), after=entries.get(after or ""))
     assert (counted([change], LayerNames(image)) == [change]) == counts
+
+
+PYTHONS = {
+    "opt/python-3/bin/python3.12": "",
+    "opt/python-3/lib/python3.12/json.py": "",
+    "opt/python": "-> python-3",
+    "opt/venv-1/bin/python": "-> /opt/python/bin/python3.12",
+    "opt/venv-1/bin/pytest": "#!/opt/runner/bin/python\n",
+    "opt/venv-1/bin/tool": "-> /opt/tool/main",
+    "opt/venv-1/bin/work": "-> /app/work.py",
+    "opt/venv-1/lib64": "-> lib",
+    "opt/venv-1/pyvenv.cfg": "home = /opt/copied/bin\nversion = 3.12\n",
+    "opt/copied/bin/python3": "",
+    "opt/copied/lib/python3.12/json.py": "",
+    "opt/runner/bin/python": "",
+    "opt/runner/lib/python3.12/site-packages/a/b.py": "",
+    "opt/tool/main": "",
+    "app/work.py": "",
+    "usr/lib/x86_64-linux-gnu/libm.so.6": "",
+    "usr/lib/python3.11/copy.py": "",
+}
+"""A virtual environment in PATH, behind a link; its Python, and the one that it was copied from; a script's Python."""
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "before", "after", "counts"),
+    [
+        ("opt/venv", "link", "link", False),
+        ("opt/venv", "link", "folder", False),
+        ("opt/python", "link", "link", False),
+        ("opt/venv-1/bin/python", "link", "file", False),
+        ("opt/venv-1/bin/pip", None, "file", False),
+        ("opt/venv-1/pyvenv.cfg", "file", "file", False),
+        ("opt/venv-1/lib/python3.12/site-packages/json.py", None, "file", False),
+        ("opt/venv-1/lib/python3.12/site-packages/new.py", None, "file", True),
+        ("opt/python-3", "folder", "link", False),
+        ("opt/python-3/bin/python3.12", "file", "file", False),
+        ("opt/python-3/bin/pybuilddir.txt", None, "file", False),
+        ("opt/python-3/lib/python3.12/json.py", "file", "file", False),
+        ("opt/python-3/lib/python312.zip", None, "file", False),
+        ("opt/python-3/lib/libm.so.6", None, "file", False),
+        ("opt/copied/bin/python3", "file", "file", False),
+        ("opt/copied/lib/python3.12/json", None, "folder", False),
+        ("opt/runner/bin/python", "file", None, False),
+        ("opt/runner/lib/python3.12/site-packages/a/b.py", "file", "file", False),
+        ("opt/tool/main", "file", "file", False),
+        ("opt/tool", "folder", None, False),
+        ("opt/tool/notes", None, "file", True),
+        ("app/work.py", "file", "file", True),
+        ("app/venv/pyvenv.cfg", None, "file", True),
+        ("usr/pyvenv.cfg", None, "file", False),
+        ("usr/bin/pyvenv.cfg", None, "file", False),
+        ("usr/lib/python311.zip", None, "file", False),
+        ("usr/local/lib/python3.11/dist-packages/org", None, "folder", True),
+        ("usr/local/lib/python3.11/dist-packages/org/python", None, "folder", False),
+        ("opt/venv-1/lib64", "link", "folder", False),
+        ("usr/local/lib/python3.11/dist-packages/msvcrt.py", None, "file", False),
+        ("opt/lib/libm.so.6", None, "file", False),
+        ("opt/lib/libnew.so", None, "file", True),
+        ("app/env.sh", None, "file", False),
+        ("app/pip.conf", None, "file", False),
+        ("opt/venv-1/pip.conf", None, "file", False),
+        ("app/uv.toml", None, "file", False),
+        ("etc/dpkg/dpkg.cfg.d/hook", None, "file", False),
+        ("var/lib/apt/lists/evil", None, "file", False),
+        ("var/lib/dpkg/info/libc-bin.postinst", "file", "file", False),
+        ("var/lib/dpkg/info/new.list", None, "file", True),
+        ("srv/agent/.local/bin/env", None, "file", False),
+        ("srv/agent/.bashrc", None, "file", False),
+        ("srv/agent", "folder", "link", False),
+        ("srv/agent/notes", None, "file", True),
+        (".bashrc", None, "file", False),
+    ],
+)
+def test_programs_behind_links_and_environments_are_the_images_own(
+    tmp_path: Path, layers: int, is_listed: bool, path: str, before: str | None, after: str | None, counts: bool
+):
+    entries = {"file": Entry(mode=0o100755, data=b""), "folder": Entry(mode=0o040000)}
+    entries["link"] = Entry(mode=0o120000, data=b"/app")
+    variables = {"PATH": "/opt/venv/bin:/usr/bin:/bin", "LD_LIBRARY_PATH": "/opt/lib", "BASH_ENV": "/app/env.sh"}
+    files = [PYTHONS, {"opt/venv": "-> venv-1"}]
+    if layers == 1:
+        files = [files[0] | files[1]]
+    image = image_of(*(layer(tmp_path, str(place), part) for place, part in enumerate(files)), env=variables)
+    root = listed_root(image, variables) if is_listed else LayerNames(image)
+    change = Change(path=path, before=entries.get(before or ""), after=entries.get(after or ""))
+    assert (counted([change], root, home="/srv/agent", work="/app") == [change]) == counts
+
+
+def listed_root(image: ContainerImage, variables: Mapping[str, str]) -> RootListing:
+    """A listing of an image's files, as a provider's container would make it."""
+    lines = list[str]()
+    for folder in image.layers:
+        for place in folder.rglob("*"):
+            path = place.relative_to(folder)
+            lines.append(f"{place.lstat().st_mode:x} 1 1 1 /{path}")
+            if place.is_symlink():
+                lines.append(f"'/{path}' -> '{place.readlink()}'")
+    described = [variables.get(name, "") for name in VARIABLES]
+    described += ["/opt/venv/pyvenv.cfg", "home = /opt/copied/bin", "/opt/venv/bin/pytest", "#!/opt/runner/bin/python"]
+    return RootListing.of("\n".join(lines).encode(), described)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,28 @@ async def test_credentials_are_used_and_never_shown(tmp_path: Path, caplog: pyte
         assert "secret" not in str(error.value)
 
 
+async def test_a_credential_helper_gets_the_variables_of_its_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    helper = tmp_path / "docker-credential-cloud"
+    helper.write_text("""#!/bin/sh\nprintf '{"Username": "me", "Secret": "%s"}' "$AWS_SECRET_ACCESS_KEY"\n""")
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2-secret")
+    with registry(password="hunter2-secret") as server:
+        reference = server.add(image([BASE]), "me/it:1")
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({"credHelpers": {server.host: "cloud"}}))
+        assert (await ImageStore(tmp_path / "store", credentials=(config,)).get(reference)).layers
+
+
+async def test_a_registry_of_this_machine_is_asked_without_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with registry() as server:
+        assert (await ImageStore(tmp_path / "store").get(server.add(image([BASE]), "it:1"))).layers
+
+
 async def test_a_download_goes_on_where_it_broke_off(tmp_path: Path):
     made = big()
     (blob,) = made.layers

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from forge_rl.sandbox.providers import roots
 from forge_rl.sandbox.providers.roots import (
     ARCHIVE,
+    DESCRIBE,
     LIST,
+    VARIABLES,
     RootListing,
     UnreadableRootError,
     changes_of,
@@ -24,6 +27,7 @@ from forge_rl.sandbox.providers.roots import (
     unpacked,
 )
 from forge_rl.sandbox.workspaces.changes import Change, Entry
+from forge_rl.sandbox.workspaces.image_programs import RootLinks
 from tests.container_images import packages_layer
 
 FILE, FOLDER, LINK = "81a4", "41ed", "a1ff"
@@ -33,8 +37,8 @@ def listing(*lines: str) -> bytes:
     return b"".join(f"{line}\n".encode() for line in lines)
 
 
-def root(*lines: str) -> RootListing:
-    return RootListing.of(listing(*lines), ["/usr/bin:/bin", "", "/bin", "/usr/bin", "/lib", "/usr/lib"])
+def root(*lines: str, described: Sequence[str] = ()) -> RootListing:
+    return RootListing.of(listing(*lines), ["/usr/bin:/bin", *[""] * (len(VARIABLES) - 1), *described])
 
 
 def test_a_change_of_any_fact_counts_but_not_of_a_folders_times():
@@ -62,9 +66,32 @@ def test_a_listing_that_lies_names_nothing_outside_nor_through_a_link():
 
 
 def test_names_are_those_of_the_folder_that_a_link_leads_to():
-    names = root(f"{FOLDER} 0 1 1 /usr", f"{FILE} 1 1 1 /usr/bin/ls", f"{FILE} 1 1 1 /usr/lib/python3/json.py")
-    assert ([*names.names_in("bin")], [*names.names_in("lib/python3")]) == (["ls"], ["json.py"])
-    assert [*names.names_in("none")] == []
+    links = ("'/bin' -> 'usr/bin'", "`/lib' -> `/usr/lib'", "'/usr/lib/b' -> '../lib/a'", "'/loop' -> 'loop'")
+    names = root(f"{FOLDER} 0 1 1 /usr", f"{FILE} 1 1 1 /usr/bin/ls", f"{FILE} 1 1 1 /usr/lib/a/json.py", *links)
+    resolver = RootLinks(names)
+    assert ([*names.names_in(resolver.real("bin"))], [*names.names_in(resolver.real("lib/b"))]) == (["ls"], ["json.py"])
+    assert resolver.on_the_way == {"bin", "lib", "usr/lib/b"}
+    assert [*names.names_in(resolver.real("none"))] == []
+    assert resolver.real("loop/x") == "loop/x"
+
+
+def test_a_root_describes_what_its_programs_lead_to(tmp_path: Path):
+    for name, text in {
+        "venv/pyvenv.cfg": "home = /opt/python/bin\nversion = 3.12\n",
+        "venv/bin/pip": "#!/opt/venv/bin/python -s\n",
+        "venv/bin/python": "\x7fELF",
+        "venv/bin/other": "#!/bin/sh\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    variables = {"PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "LD_LIBRARY_PATH": "/opt/lib"}
+    described = subprocess.run(["sh", "-c", DESCRIBE], env=variables, capture_output=True, text=True, check=True).stdout
+    names = RootListing.of(b"", described.split("\n")[2:])
+    assert {name: value for name, value in names.variables.items() if name in variables} == variables
+    place = str(tmp_path).lstrip("/")
+    assert names.text_of(f"{place}/venv/pyvenv.cfg") == "home = /opt/python/bin\n"
+    assert names.text_of(f"{place}/venv/bin/pip") == "#!/opt/venv/bin/python -s\n"
+    assert [names.text_of(f"{place}/venv/bin/{name}") for name in ("python", "other")] == ["", ""]
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:

@@ -143,7 +143,8 @@ def test_variables_of_the_user_change_neither_a_job_nor_what_slurm_answers(
         monkeypatch.setenv(name, value)
     folder = tmp_path / "a run"
     job = SlurmJob(partition="a+b", setup="#SBATCH --hold\n:", options="--reservation=r[1-2]")
-    assert slurm_queue.submit(job.describe(["python", "-m", "mine"], folder)) == ("7", "")
+    job_7 = JobState(id="7", state="PENDING")
+    assert slurm_queue.submit(job.describe(["python", "-m", "mine"], folder)) == job_7
     arguments = (tmp_path / "args").read_text().splitlines()
     assert arguments[0] == "--parsable"
     assert {f"--output={folder}/logs/slurm.log", "--partition=a,b", "--reservation=r[1-2]"} <= set(arguments)
@@ -156,13 +157,57 @@ def test_variables_of_the_user_change_neither_a_job_nor_what_slurm_answers(
     assert "SQUEUE_PARTITION" not in (tmp_path / "env").read_text()
 
 
+@pytest.mark.parametrize(
+    ("options", "interrupted"),
+    [("--clusters=far", False), ("-Mfar", True), ("--clusters=near,far", True), ("--hold", False)],
+)
+def test_a_job_of_another_cluster_is_followed_there(
+    options: str, interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A stand-in for Slurm's programs knows the job on one cluster only, which sbatch has chosen."""
+    program = f"""#!/bin/sh
+echo "${{0##*/}}" "$@" >> {tmp_path}/asked
+case "${{0##*/}} $*" in
+  sbatch*) touch {tmp_path}/submitted; echo "7;far" ;;
+  squeue*--states=PENDING*--clusters=far*) printf 'CLUSTER: far\n5\n7\n' ;;
+  squeue*--clusters=far*) [ ! -e {tmp_path}/submitted ] || echo "7|$(cat {tmp_path}/state)|p|n1|N/A|" ;;
+  scontrol*--clusters=far*) echo ExitCode=3:0 ;;
+esac
+"""
+    for name in ("sbatch", "squeue", "scontrol", "scancel"):
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("_LOOK_S", "_ASK_S", "_ASK_LESS_S"):
+        monkeypatch.setattr(slurm, name, 0.0)
+    messages = list[str]()
+
+    def say(message: str) -> None:
+        messages.append(message)
+        (tmp_path / "state").write_text("FAILED" if "place 2 of 2" in message else "PENDING")
+
+    (tmp_path / "state").write_text("PENDING")
+    job, folder = SlurmJob(options=options), tmp_path / "run"
+    assert job.submit(["python"], folder, say) == 3
+    assert "Slurm job 7: place 2 of 2 in the queue of p ()" in messages
+    # Another terminal, also if sbatch was interrupted before its answer was kept.
+    if interrupted:
+        (folder / "job.json").unlink()
+    (tmp_path / "state").write_text("PENDING")
+    state = job._job("x", folder)
+    assert state is not None
+    assert (state.id, state.cluster) == ("7", "far")
+    slurm_queue.cancel(state, gently=False)
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == "scancel --clusters=far 7"
+
+
 def test_a_controller_of_slurm_that_restarts_ends_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def refuse(*_: object) -> str:
         raise ConfigError("squeue refused: Unable to contact slurm controller", hint="")
 
     def followed(*states: str) -> int:
         jobs = iter([JobState(id="7", state=state) for state in states])
-        monkeypatch.setattr(slurm_queue, "find_job", lambda name: next(jobs))
+        monkeypatch.setattr(slurm_queue, "find_job", lambda name, cluster: next(jobs))
         return SlurmJob()._follow(
             "x", JobState(id="7", state="PENDING"), slurm._JobLog(tmp_path / "log"), messages.append
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.jobs import slurm_queue
 from forge_rl.jobs.launched import Notice, launched_hosts, save_at_notice
-from forge_rl.jobs.slurm_queue import dead_nodes, node_addresses, node_names
+from forge_rl.jobs.slurm_queue import JobState, dead_nodes, node_addresses, node_names
 from forge_rl.jobs.slurm_script import check_options, host_script, hosts_name
 from forge_rl.runtime.addresses import own_address
 from forge_rl.runtime.job_protocol import JobListener
@@ -151,14 +151,13 @@ class AllocationJob:
         }
         submitting = asyncio.ensure_future(asyncio.to_thread(slurm_queue.submit, script, handed_on(variables)))
         try:
-            id, _ = await asyncio.shield(submitting)
-            return await _follow(job_name, id, log, say)
+            return await _follow(job_name, await asyncio.shield(submitting), log, say)
         finally:
             # A job can be cancelled only once sbatch has given its id.
             await asyncio.wait([submitting])
             if submitting.exception() is None:
                 with contextlib.suppress(ConfigError):  # it has ended
-                    await asyncio.to_thread(slurm_queue.ask_slurm, "scancel", submitting.result()[0])
+                    await asyncio.to_thread(slurm_queue.cancel, submitting.result(), gently=False)
 
     @property
     def _is_slurm(self) -> bool:
@@ -214,7 +213,7 @@ class AllocationJob:
         return _SRUN if self._is_slurm else _SSH
 
 
-async def _follow(job_name: str, id: str, log: Path, say: Callable[[str], None]) -> str:
+async def _follow(job_name: str, job: JobState, log: Path, say: Callable[[str], None]) -> str:
     """Report what a host's job waits for until it ends; return the cause, or "" if someone ended it on purpose.
 
     Args:
@@ -223,11 +222,12 @@ async def _follow(job_name: str, id: str, log: Path, say: Callable[[str], None])
     last_message = ""
     while True:
         with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
-            job = await asyncio.to_thread(slurm_queue.find_job, job_name, id)
-            if job is None or job.end:
-                outcome = f"{job.end} ({job.state}){last_line(log)}" if job else "is unknown to Slurm"
-                return "" if job and job.state in _WISHED else f"Slurm job {id} {outcome}"
-            placement = f"Slurm job {id} runs on {job.nodes}"
+            state = await asyncio.to_thread(slurm_queue.find_job, job_name, job.id, job.cluster)
+            if state is None or state.end:
+                outcome = f"{state.end} ({state.state}){last_line(log)}" if state else "is unknown to Slurm"
+                return "" if state and state.state in _WISHED else f"Slurm job {job.id} {outcome}"
+            job = state
+            placement = f"Slurm job {job.id} runs on {job.nodes}"
             message = await asyncio.to_thread(slurm_queue.describe_wait, job) if job.waits else placement
             if message != last_message:
                 say(last_message := message)

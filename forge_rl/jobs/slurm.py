@@ -21,6 +21,8 @@ from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.terminal import visible
 
 _LOG = Path("logs") / "slurm.log"
+_JOB = "job.json"
+"""Name of the file in a run folder with the id and the cluster of its last job."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_S = 1.0
 _REQUEUED = ("NODE_FAIL", "PREEMPTED", "TIMEOUT", "BOOT_FAIL")
@@ -120,7 +122,7 @@ class SlurmJob:
         """
         name, log = job_name(folder), _JobLog(folder / _LOG)
         try:
-            job = slurm_queue.find_job(name)
+            job = self._job(name, folder)
             make_private(folder, CheckpointError, hint="free space there, or choose another --out")
             (folder / _LOG.parent).mkdir(exist_ok=True)
             if job is not None and not job.end:
@@ -132,17 +134,25 @@ class SlurmJob:
                 say(f"Slurm job {job.id} is submitted; its output: {folder / _LOG}. Ctrl-C cancels it")
             return self._follow(name, job, log, say)
         except KeyboardInterrupt:
-            job = slurm_queue.find_job(name)  # sbatch may just have been interrupted
+            job = self._job(name, folder)  # sbatch may just have been interrupted
             if job is None or job.end:
                 raise
             self._cancel(name, job, log, say)
             raise
 
     def _submit(self, command: Sequence[str], folder: Path) -> JobState:
-        """Submit the script; keep the job's id in the folder."""
-        id, cluster = slurm_queue.submit(self._script(command, folder))
-        write_whole(folder / "job.json", json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
-        return JobState(id=id, state="PENDING")
+        """Submit the script; keep the job's id and cluster in the folder."""
+        job = slurm_queue.submit(self._script(command, folder))
+        write_whole(folder / _JOB, json.dumps({"kind": "slurm", "id": job.id, "cluster": job.cluster}) + "\n")
+        return job
+
+    def _job(self, name: str, folder: Path) -> JobState | None:
+        """Return the state of the run's job, on the cluster of its last one and on those that `options` name."""
+        options = (option for option in shlex.split(self.options) if option.startswith(("--clusters=", "-M")))
+        names = ",".join(option.removeprefix("--clusters=").removeprefix("-M") for option in options)
+        clusters = dict.fromkeys(filter(None, [_last_cluster(folder), *names.split(",")]))
+        jobs = [slurm_queue.find_job(name, cluster=cluster) for cluster in clusters or [""]]
+        return max(filter(None, jobs), key=lambda job: not job.end, default=None)
 
     def _follow(self, name: str, job: JobState, log: _JobLog, say: Callable[[str], None]) -> int:
         """Show a job's place in the queue, then its log; return its exit status."""
@@ -260,10 +270,20 @@ class _JobLog:
                 print(visible(self._decoder.decode(part)), end="", flush=True)
 
 
+def _last_cluster(folder: Path) -> str:
+    """Return the cluster of the job that was last submitted for a run; "" for this machine's."""
+    try:
+        job = json.loads((folder / _JOB).read_text())
+    except (FileNotFoundError, ValueError):
+        return ""
+    cluster = job.get("cluster") if isinstance(job, dict) else ""
+    return cluster if isinstance(cluster, str) else ""
+
+
 def _again(name: str, job: JobState) -> JobState:
     """Return a job's current state, or its last known one while slurmctld does not answer."""
     try:
-        new_job = slurm_queue.find_job(name)
+        new_job = slurm_queue.find_job(name, cluster=job.cluster)
     except ConfigError:
         return job
     if new_job is None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge_rl.errors import ConfigError, InfrastructureError
 from forge_rl.system.variables import environment, value_of
@@ -54,6 +54,8 @@ class JobState:
     """When it is expected to start, in local time, or ""."""
     reason: str = ""
     """Why it waits."""
+    cluster: str = ""
+    """Name of its cluster; "" for the one that this machine belongs to."""
 
     @property
     def waits(self) -> bool:
@@ -102,8 +104,8 @@ def ask_slurm(*command: str, script: str = "", env: Mapping[str, str] | None = N
     return result.stdout[:_ANSWER_BYTES].decode(errors="replace")
 
 
-def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Submit a batch script; returns the job's id, and its cluster or "".
+def submit(script: str, env: Mapping[str, str] | None = None) -> JobState:
+    """Submit a batch script; returns its job.
 
     Args:
         env: environment that the job inherits; by default this process's.
@@ -121,7 +123,7 @@ def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]
     id, _, cluster = answer.splitlines()[-1].partition(";") if answer else ("", "", "")
     if not id.isdecimal():
         raise InfrastructureError(f"sbatch answered {answer[:_MOST_TOLD]!r}, not a job's id", hint="see squeue --me")
-    return id, cluster
+    return JobState(id=id, state="PENDING", cluster=cluster)
 
 
 def _directives(script: str) -> list[str]:
@@ -131,18 +133,22 @@ def _directives(script: str) -> list[str]:
     return [word for line in lines for word in shlex.split(line)]
 
 
-def find_job(name: str, id: str = "") -> JobState | None:
-    """Return the state of this user's latest job with a name, or of the job with an id; None once Slurm forgot it."""
-    answer = ask_slurm(
-        # --states=all: by default squeue leaves out jobs that have ended.
-        *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
-    )
+def find_job(name: str, id: str = "", cluster: str = "") -> JobState | None:
+    """Return the state of this user's latest job with a name, or of the job with an id; None once Slurm forgot it.
+
+    Args:
+        cluster: as in `JobState`.
+    """
+    # --states=all: by default squeue leaves out jobs that have ended.
+    command = ["squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r"]
+    answer = ask_slurm(*command, *_on(cluster))
     jobs = []
     for line in answer.splitlines():
         number, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
         if number.isdecimal() and id in ("", number):
             start = "" if start in ("N/A", "(null)") else start
-            jobs.append(JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
+            job = JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason)
+            jobs.append(replace(job, cluster=cluster))
     # An earlier job that has ended is not the one that waits or runs.
     return max(jobs, key=lambda job: (not job.end, int(job.id)), default=None)
 
@@ -151,7 +157,10 @@ def describe_wait(job: JobState) -> str:
     """Return a line that says where a job stands in the queue."""
     # By priority, the highest first, then by id.
     command = ["squeue", "--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
-    queue = ask_slurm(*command, *([f"--partition={job.partition}"] if job.partition else [])).split()
+    command += [f"--partition={job.partition}"] if job.partition else []
+    # Of another cluster, squeue may name it in a line of its own.
+    lines = ask_slurm(*command, *_on(job.cluster)).splitlines()
+    queue = [line.strip() for line in lines if not line.startswith("CLUSTER:")]
     place = f"place {queue.index(job.id) + 1} of {len(queue)} in the queue" if job.id in queue else "waiting"
     start = f", expected to start at {job.start}" if job.start else ""
     return f"Slurm job {job.id}: {place} of {job.partition} ({job.reason[:_MOST_TOLD]}){start}"
@@ -161,7 +170,7 @@ def exit_status(job: JobState) -> int:
     """Return the exit status of a job's script, 1 if a signal ended it or Slurm does not tell it."""
     answer = ""
     with contextlib.suppress(ConfigError):  # slurmctld has forgotten the job, or restarts
-        answer = ask_slurm("scontrol", "show", "--oneliner", "job", job.id)
+        answer = ask_slurm("scontrol", *_on(job.cluster), "show", "--oneliner", "job", job.id)
     # Exit status and signal; a signal other than 0 has ended the script.
     match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", answer)
     return int(match[1]) if match else 1
@@ -174,7 +183,12 @@ def cancel(job: JobState, *, gently: bool) -> None:
         gently: send SIGHUP to its batch script alone, which makes a run save and end.
     """
     options = ["--signal=HUP", "--batch"] if gently and not job.waits else []
-    ask_slurm("scancel", *options, job.id)
+    ask_slurm("scancel", *_on(job.cluster), *options, job.id)
+
+
+def _on(cluster: str) -> list[str]:
+    """Return the options with which Slurm's programs ask another cluster than this machine's."""
+    return [f"--clusters={cluster}"] if cluster else []
 
 
 def node_addresses(names: str) -> list[str]:

@@ -38,6 +38,10 @@ class DivergedError(SandboxError):
     """The cells of a lost session gave another result when they were run again."""
 
 
+class _PutError(SandboxError):
+    """A file could not be written in a session that lives on."""
+
+
 class _LostError(SandboxError):
     """A session that was lost, or a command that was killed from outside, while cells were run again."""
 
@@ -234,7 +238,8 @@ class DurableSession:
 
         Raises:
             DivergedError: those gave something else than before.
-            SandboxError: the sandbox fails again and again, or the session has ended before.
+            SandboxError: the sandbox fails again and again, the session has ended before, or a file of `put` cannot be
+                written; the next cell runs without that file.
         """
         async with self._lock:
             self._check()
@@ -378,6 +383,9 @@ class DurableSession:
                 live = await self._caught_up()
                 async with live.lock:
                     return live, await use(live)
+            except _PutError:
+                await self._lose()  # the attempt may have made folders that the log does not have
+                raise
             except DivergedError as error:
                 self._ended = error.message
                 await self._lose()
@@ -415,7 +423,12 @@ class DurableSession:
 
     async def _repeat(self, live: _SessionState, action: _Action) -> None:
         if action.path:
-            await live.session.put(action.path, action.data)
+            try:
+                await live.session.put(action.path, action.data)
+            except SandboxError as error:
+                if live.session.alive:
+                    raise self._without_put(error) from error
+                raise
             return
         self._sessions.counts["repeated"] += 1
         result = await live.session.run(action.code, wall_s=action.wall_s, **action.options)
@@ -431,6 +444,19 @@ class DurableSession:
             "run again",
             hint="cells that depend on time or chance cannot be run again: start the episode again",
         )
+
+    def _without_put(self, error: SandboxError) -> SandboxError:
+        """Remove the next action, a file that cannot be written, so that later cells run; return the error to raise."""
+        path, later_actions = self._log[self._done].path, self._log[self._done + 1 :]
+        if not all(action.path for action in later_actions):
+            return DivergedError(
+                f"{path} was written before a cell, and cannot be written when it is run again: {error.message}",
+                hint="start the episode again",
+            )
+        del self._log[self._done :], self._keys[self._done + 1 :]
+        for action in later_actions:
+            self._append(action)
+        return _PutError(error.message, hint=error.hint)
 
     async def _lose(self) -> None:
         if self._live is not None:

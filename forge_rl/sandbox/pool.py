@@ -22,6 +22,8 @@ from forge_rl.sandbox.inside.gates import MOST_ADDRESSES
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import PoolSession
+from forge_rl.system.cpus import cpu_cores
+from forge_rl.system.memory import available_bytes
 from forge_rl.system.tasks import TaskGroup
 
 PRELOADED = (
@@ -63,9 +65,11 @@ class Pool:
     sessions: int | None = None
     """How many may be open, forks included; None for as many as memory and open files allow."""
     memory_bytes: int | None = None
-    """Memory of all sessions together; None for three quarters of what the machine has available now."""
+    """Memory of all sessions together; None for three quarters of what this machine, or its container, has available
+    now."""
     servers: int | None = None
-    """Number of fork servers that share the work; None for one per CPU, at most 8."""
+    """Number of fork servers that share the work; None for one per core that this process may use, at
+    most 8."""
     packages: Sequence[str | Path] = ()
     """Folders of packages that sessions may import, such as a site-packages folder; they can read all of it."""
     preload: Sequence[str] = PRELOADED
@@ -78,7 +82,7 @@ class Pool:
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that cannot work."""
         self.most = _most_sessions() if self.sessions is None else self.sessions
-        self._num_servers = min(8, os.cpu_count() or 1) if self.servers is None else self.servers
+        self._num_servers = min(8, cpu_cores()) if self.servers is None else self.servers
         for name, value, minimum in (("warm", self.warm, 0), ("servers", self._num_servers, 1)):
             if value < minimum:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {minimum} or more")
@@ -89,7 +93,7 @@ class Pool:
         if unknown := set(self.without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
         self._images = _images(self.images) if self.images else ""
-        memory_bytes = _available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
+        memory_bytes = available_bytes() * 3 // 4 if self.memory_bytes is None else self.memory_bytes
         self._settings = ServerSettings(
             profile=self.profile,
             packages=[_packages(folder) for folder in self.packages],
@@ -364,9 +368,4 @@ def _most_sessions() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # At least one descriptor here for each session: its channel.
     files = soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
-    return min(_available_bytes() // _BYTES_PER_SESSION, files, 10_000)
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) * 1024
+    return min(available_bytes() // _BYTES_PER_SESSION, files, 10_000)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from forge_rl.sandbox.host import check_layers
 from forge_rl.sandbox.limits import Limits, Result
 from forge_rl.sandbox.pool import Pool, Profile
+from forge_rl.system.cpus import cpu_cores
 
 
 async def run_code(code: str, *, limits: Limits | None = None) -> Result:
@@ -76,8 +77,8 @@ def check_shared_pool() -> None:
 
 @contextlib.asynccontextmanager
 async def a_cpu_of_shared_pool(profile: Profile | None = None) -> AsyncIterator[Pool]:
-    """Yield the shared pool of a profile to as many users at a time as there are CPUs, so that their time limits are
-    fair."""
+    """Yield the shared pool of a profile to as many users at a time as there are cores for this process, so that their
+    time limits are fair."""
     pool = await shared_pool(profile=profile)
     async with _pools()[asyncio.get_running_loop(), (), profile or default_profile(), ""].cpus:
         yield pool
@@ -104,7 +105,7 @@ class _PoolEntry:
     holder: asyncio.Task[None]
     counts_by_kind: Counter[str] = field(default_factory=Counter)
     """Opened sessions already returned, by kind."""
-    cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
+    cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(cpu_cores()))
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -40,10 +41,12 @@ def reading(path: Path, hint: str = "nothing was changed: repeat the command onc
 def write_whole(path: Path, data: bytes | str) -> None:
     """Write a small file atomically: a killed process or machine, or a full disk, leaves the old one or the new one.
 
+    Of several processes that write it at once, the last one's content stays.
+
     Raises:
         OSError: it cannot be written; the old one stays.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     try:
         with partial.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)

@@ -15,7 +15,7 @@ from forge_rl.sandbox.images.references import LocalReference, parse_reference
 from forge_rl.sandbox.providers.containers import RentedSession
 from forge_rl.sandbox.providers.roots import UnreadableRootError
 from forge_rl.sandbox.workspaces.changes import Change
-from forge_rl.sandbox.workspaces.image_changes import RootNames
+from forge_rl.sandbox.workspaces.image_programs import RootNames
 from forge_rl.worlds.code_world import CodeSession
 from forge_rl.worlds.container_places import place_of
 from forge_rl.worlds.shell import shown_commands

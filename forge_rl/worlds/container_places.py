@@ -12,7 +12,7 @@ from forge_rl.sandbox import DurableSession, DurableSessions, Limits, Pool, Pool
 from forge_rl.sandbox.images import ContainerImage
 from forge_rl.sandbox.providers.containers import ContainerProvider, RentedSession, container_provider
 from forge_rl.sandbox.providers.roots import RootListing
-from forge_rl.sandbox.workspaces.image_changes import LayerNames, RootNames
+from forge_rl.sandbox.workspaces.image_programs import LayerNames, RootNames
 from forge_rl.worlds.image_lookahead import image_lookahead
 
 

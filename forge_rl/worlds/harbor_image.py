@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,20 +69,29 @@ class _Verifier:
     async def __call__(self, session: JudgeSession, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests; see `worlds.container.Judge`."""
         # Asked before the model's changes, which may name another home in /etc/passwd.
-        home = (await session.run(["/bin/sh", "-c", 'printf %s "$HOME"'])).stdout
-        try:
-            # Changes that would run before or with the tests are left out, so that they cannot decide the reward.
-            await session.apply(counted(attempt.changes, attempt.root))
-        except SandboxError:
-            if session.lost or not session.alive:
-                raise
-            return 0.0, {}  # the model's changes do not fit into a fresh session
-        await self._put_tests(session)
+        answer = await session.run(["/bin/sh", "-c", 'printf "%s\\n%s" "$HOME" "$PWD"'], env=self._container.env)
+        home, _, work = answer.stdout.partition("\n")
         # PYTHONSAFEPATH keeps modules in the working folder from shadowing the tests' imports.
         variables = {**self._container.env, **UNTRUSTED, "PYTHONSAFEPATH": "1"}
         if home:
             variables.setdefault("HOME", home)
         variables |= {str(name): str(value) for name, value in (self._settings.get("env") or {}).items()}
+        # Changes that would run before or with the tests are left out, so that they cannot decide the reward.
+        changes = await asyncio.to_thread(
+            counted,
+            attempt.changes,
+            attempt.root,
+            variables=variables,
+            home=variables.get("HOME", ""),
+            work=self._container.folder or work,
+        )
+        try:
+            await session.apply(changes)
+        except SandboxError:
+            if session.lost or not session.alive:
+                raise
+            return 0.0, {}  # the model's changes do not fit into a fresh session
+        await self._put_tests(session)
         result = await session.run(
             ["/bin/sh", "-c", _VERIFY],
             wall_s=float(self._settings.get("timeout_sec") or TESTS_S),

@@ -439,6 +439,27 @@ def over_tcp(place: dict[str, Any], message: bytes) -> bytes:
 REQUEST = b'{"do": "note", "with": {"number": 7}}\n'
 
 
+def test_a_client_of_another_machine_notices_that_the_machine_of_the_run_is_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No machine can lose its power here: the kernel is asked what it would do then."""
+    connect, connections = socket.create_connection, list[socket.socket]()
+
+    def connected(*arguments: Any, **options: Any) -> socket.socket:
+        connection = connect(*arguments, **options)
+        connections.append(connection.dup())
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connected)
+    outside(folder, lambda _: None)
+    [connection] = connections
+    with connection:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, every_s, tries = (connection.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+        assert idle_s + every_s * tries <= 60
+
+
 def test_a_client_of_another_machine_is_served_with_the_key_of_the_folder(folder: Path):
     (folder / "config.json").touch()
     replies, noted = outside(folder, lambda _: attached(folder).ask("note", number=7))

@@ -26,6 +26,8 @@ BUSY = b"busy\n"
 """What a run sends to a client on another machine, in place of a nonce, if it serves as many as it can."""
 _CONNECT_S = 20.0
 _TAIL_BYTES = 1 << 18
+_KEPT_ALIVE = ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""Seconds without a word before a connection is tried, seconds between tries, and tries until it counts as lost."""
 
 
 def exchange(folder: Path, request: Mapping[str, object]) -> dict[str, Any]:
@@ -80,6 +82,10 @@ def _exchange_over_tcp(folder: Path, line: bytes) -> bytes:
     except ConnectionRefusedError:
         raise FileNotFoundError(path) from None
     with connection, connection.makefile("rb") as replies:
+        # A machine that lost its power closes nothing, and a reply may take as long as a step.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEPT_ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         # Both nonces enter the key, so that neither side takes what was recorded of another connection.
         client_nonce = nonce()
         first_line = replies.readline(NONCE_BYTES + 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from forge_rl.sandbox.images.image import ImageError
 from forge_rl.sandbox.images.references import DOCKER_HUB
-from forge_rl.system.variables import handed_on, value_of
+from forge_rl.system.variables import environment, value_of
 
 _HUB_KEYS = ("docker.io", "https://index.docker.io/v1/", "index.docker.io")
 _HELPER = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -93,14 +93,15 @@ def _keys(registry: str, repository: str) -> Iterator[str]:
 
 
 def _from_helper(helper: str, key: str) -> Credentials | None:
-    """Ask the program docker-credential-HELPER, as docker does."""
+    """Ask the program docker-credential-HELPER, as docker does, with the whole environment."""
     # The name becomes part of a program's: a slash would run any file.
     if not _HELPER.fullmatch(helper):
         raise ImageError(f"{helper!r:.100} is not the name of a credential helper")
     program = f"docker-credential-{helper}"
     try:
+        # All variables: the helpers of clouds read AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS and the like.
         answer = subprocess.run(
-            [program, "get"], input=key.encode(), capture_output=True, timeout=_HELPER_S, env=handed_on()
+            [program, "get"], input=key.encode(), capture_output=True, timeout=_HELPER_S, env=environment()
         )
     except (OSError, subprocess.TimeoutExpired):
         raise ImageError(f"{program}, which has the password for {key}, cannot be run") from None

@@ -14,7 +14,8 @@ _PLACES = ("oci", "oci-archive", "docker-archive", "dockerfile")
 _HOST = re.compile(r"(?:[a-zA-Z0-9](?:[a-zA-Z0-9.-]{0,252})|\[[0-9a-fA-F:]{2,39}\])(?::[0-9]{1,5})?")
 _REPOSITORY = re.compile(r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*")
 _TAG = re.compile(r"[\w][\w.-]{0,127}", re.ASCII)
-_LOOPBACK = re.compile(r"(?:localhost|127(?:\.[0-9]+){3}|\[::1\])(?::[0-9]+)?")
+LOOPBACK = re.compile(r"(?:localhost|127(?:\.[0-9]+){3}|\[::1\])(?::[0-9]+)?")
+"""Hosts of this machine, with or without a port."""
 _HINT = "write REGISTRY/NAME:TAG, NAME@sha256:DIGEST, oci:FOLDER, docker-archive:FILE, oci-archive:FILE or " + (
     "dockerfile:FOLDER"
 )
@@ -40,7 +41,7 @@ class RegistryReference:
     def address(self) -> str:
         """URL of the registry; those on this machine are spoken to without TLS."""
         host = _HUB_HOST if self.registry == DOCKER_HUB else self.registry
-        return f"{'http' if _LOOPBACK.fullmatch(host) else 'https'}://{host}"
+        return f"{'http' if LOOPBACK.fullmatch(host) else 'https'}://{host}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import httpx
 
 from forge_rl.sandbox.images.credentials import Credentials, credentials_for
 from forge_rl.sandbox.images.image import ImageError
-from forge_rl.sandbox.images.references import RegistryReference
+from forge_rl.sandbox.images.references import LOOPBACK, RegistryReference
 from forge_rl.sandbox.images.sources import (
     INDEX_TYPES,
     MANIFEST_TYPES,
@@ -73,10 +73,19 @@ class RegistryAccess:
 
     @functools.cached_property
     def client(self) -> httpx.Client:
-        """Connections, made on first use."""
-        # A layer is checked and unpacked as it is stored; a compressed transfer would change its bytes.
-        headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
-        return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=_trusted_certificates())
+        """Connections, made on first use, through the proxies of the environment."""
+        return _client(uses_proxies=True)
+
+    @functools.cached_property
+    def local_client(self) -> httpx.Client:
+        """Connections to registries on this machine, which no proxy can reach."""
+        return _client(uses_proxies=False)
+
+
+def _client(*, uses_proxies: bool) -> httpx.Client:
+    # A layer is checked and unpacked as it is stored; a compressed transfer would change its bytes.
+    headers = {"accept-encoding": "identity", "user-agent": "forge-rl"}
+    return httpx.Client(timeout=_TIMEOUT, headers=headers, verify=_trusted_certificates(), trust_env=uses_proxies)
 
 
 @functools.cache
@@ -239,10 +248,12 @@ class RegistrySource:
 
     @contextlib.contextmanager
     def _sent(self, method: str, url: str, address: str, **arguments: object) -> Iterator[httpx.Response]:
-        client, auth = self._access.client, arguments.pop("auth", None)
+        auth = arguments.pop("auth", None)
         try:
-            request = client.build_request(method, url, **arguments)  # type: ignore[arg-type]
+            request = self._access.client.build_request(method, url, **arguments)  # type: ignore[arg-type]
             for _ in range(_MAX_REDIRECTS):
+                is_local = LOOPBACK.fullmatch(request.url.netloc.decode())
+                client = self._access.local_client if is_local else self._access.client
                 with contextlib.closing(client.send(request, stream=True, auth=auth)) as response:  # type: ignore[arg-type]
                     if (next_request := response.next_request) is None:
                         yield response

@@ -22,20 +22,28 @@ from typing import NamedTuple
 
 from forge_rl.sandbox.limits import SandboxError
 from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry
+from forge_rl.sandbox.workspaces.image_programs import CONFIG, LOADED_VARIABLES, RUNNERS, RootLinks
 
 _PATH = "PATH=/usr/bin:/bin:$PATH;"
 """Commands may have put other programs before the image's."""
+_FIND = "find / -xdev '(' -path /proc -o -path /sys -o -path /dev -o -path '/tmp/.forge-rl*' ')' -prune -o"
 LIST = (
-    _PATH + " find / -xdev '(' -path /proc -o -path /sys -o -path /dev -o -path '/tmp/.forge-rl*' ')' -prune -o -print0"
-    ' | xargs -0 stat -c "%f %s %Y %Z %n" > "$0" 2> /dev/null; test -s "$0"'
+    f"{_PATH} export LC_ALL=C; {{ {_FIND} -print0 | xargs -0 stat -c '%f %s %Y %Z %n';"
+    f""" {_FIND} -type l -print0 | xargs -0 stat -c '%N'; }} > "$0" 2> /dev/null; test -s "$0\""""
 )
-"""Shell script that lists a root into the file $0."""
+"""Shell script that lists a root into the file $0: first all paths with their facts, then links with their targets."""
+VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", *LOADED_VARIABLES)
+"""Variables that DESCRIBE prints."""
 DESCRIBE = (
-    'printf "%s\\n%s\\n%s\\n%s\\n" "$(command -v timeout)" "$(command -v env)" "$PATH" "$PYTHONPATH"; IFS=:; set -f;'
-    " for f in $PATH:/usr/bin:/usr/local/bin; do for g in $f ${f%/*}/lib ${f%/*}/lib64; do"
-    ' r=$(cd -P "$g" 2> /dev/null && pwd) && printf "%s\\n%s\\n" "$g" "$r"; done; done; true'
+    'printf "%s\\n%s\\n" "$(command -v timeout)" "$(command -v env)";'
+    f""" printf "%s\\n" {" ".join(f'"${name}"' for name in VARIABLES)}; IFS=:; set -f; for f in $PATH; do"""
+    f' for g in "$f/{CONFIG}" "${{f%/*}}/{CONFIG}"; do if [ -f "$g" ]; then while read -r l; do'
+    ' case "$l" in home*) printf "%s\\n%s\\n" "$g" "$l";; esac; done < "$g"; fi; done;'
+    f' for n in {" ".join(RUNNERS)}; do g="$f/$n"; if [ -f "$g" ] && read -r l < "$g"; then'
+    ' case "$l" in "#!"*) printf "%s\\n%s\\n" "$g" "$l";; esac; fi; done; done 2> /dev/null; true'
 )
-"""Shell script that prints where `timeout` and `env` are, PATH, PYTHONPATH, and folders with where they lead."""
+"""Shell script that prints where `timeout` and `env` are, VARIABLES, and pairs of a file among the programs with the
+line of it that names another program's folder."""
 ARCHIVE = (
     _PATH + ' case "$(tar --version 2> /dev/null)" in *GNU*) set -- --no-unquote;; esac;'
     ' xargs -0 tar -c "$@" -f - -C / < "$0.list" > "$0" 2> /dev/null; test -s "$0"'
@@ -48,6 +56,8 @@ APPLY = (
 )
 """Shell script that deletes the files and folders listed in $0.files and $0.folders, and unpacks $0."""
 _LINE = re.compile(rb"([0-9a-f]{1,8}) (\d{1,19}) (-?\d{1,19}) (-?\d{1,19}) /([^\n]+)")
+_TARGET = re.compile(rb"^[`']/([^'\n]+)' -> [`']([^'\n]+)'$", re.MULTILINE)
+"""A link and its target, as stat quotes them; names with a quote are left out."""
 _MOST_FILES = 1 << 20
 """Maximum new files in a later listing: each takes some 400 bytes of this process while roots are compared."""
 _MOUNTED = ("etc/hosts", "etc/hostname", "etc/resolv.conf")
@@ -74,28 +84,30 @@ class RootListing:
     packed: bytes
     """Lines of mode in hexadecimal, bytes, both times, and path; compressed, as an image can have 200,000."""
     variables: Mapping[str, str]
-    real_folders: Mapping[str, str]
-    """Where folders of programs and libraries lead, relative to the root."""
+    lines: Sequence[tuple[str, str]]
+    """Absolute paths of files, each with a line of it, as DESCRIBE prints them."""
 
     @classmethod
     def of(cls, listed: bytes, described: Sequence[str]) -> RootListing:
         """Read the output of LIST, and the lines of DESCRIBE after the first two."""
-        path, python_path, *folders = [*described, "", ""]
-        pairs = zip(folders[::2], folders[1::2], strict=False)
+        count = len(VARIABLES)
         return cls(
             packed=zlib.compress(listed, 1),
-            variables={"PATH": path, "PYTHONPATH": python_path},
-            real_folders={name.strip("/"): target.strip("/") for name, target in pairs},
+            variables={name: value for name, value in zip(VARIABLES, described, strict=False) if value},
+            lines=[*zip(described[count::2], described[count + 1 :: 2], strict=False)],
         )
 
     def names_in(self, folder: str) -> Collection[str]:
         """Return the names in a folder; see `RootNames`."""
-        parts = folder.strip("/").split("/")
-        for depth in range(len(parts), 0, -1):
-            if (target := self.real_folders.get("/".join(parts[:depth]))) is not None:
-                parts = [*target.split("/"), *parts[depth:]]
-                break
-        return self._names["/".join(parts)]
+        return self._names[folder]
+
+    def links_in(self, folder: str) -> Mapping[str, str]:
+        """Return the targets of the links in a folder by name."""
+        return self._links[folder]
+
+    def text_of(self, path: str) -> str:
+        """Return the known lines of a file."""
+        return self._texts.get(path, "")
 
     @functools.cached_property
     def _names(self) -> Mapping[str, Collection[str]]:
@@ -104,6 +116,22 @@ class RootListing:
             folder, name = posixpath.split(path)
             names[folder].append(name)
         return names
+
+    @functools.cached_property
+    def _links(self) -> Mapping[str, Mapping[str, str]]:
+        targets = defaultdict[str, dict[str, str]](dict)
+        for match in _TARGET.finditer(zlib.decompress(self.packed)):
+            folder, name = posixpath.split(match[1].decode("utf-8", "surrogateescape"))
+            targets[folder][name] = match[2].decode("utf-8", "surrogateescape")
+        return targets
+
+    @functools.cached_property
+    def _texts(self) -> Mapping[str, str]:
+        links, texts = RootLinks(self), dict[str, str]()
+        for path, line in self.lines:
+            real_path = links.real(path)
+            texts[real_path] = f"{texts.get(real_path, '')}{line}\n"
+        return texts
 
     def changed_to(self, listed: bytes) -> list[tuple[str, FileFacts | None, FileFacts | None]]:
         """Compare with a later listing; return paths with their facts before and after, folders first.
