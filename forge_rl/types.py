@@ -130,7 +130,7 @@ class Turn(ValueRecord):
     versions: TokenArray[np.int32] = TokenArray(np.int32)
     """Version of the weights that produced each completion token; -1 for given tokens, which no model sampled."""
     text: str
-    """Decoded completion without special tokens."""
+    """Decoded completion without special tokens, and without a character that is incomplete at its end."""
     answer: str | None = None
     """`text` without the model's thoughts; None if it has none."""
     truncated: bool = False

@@ -101,14 +101,16 @@ async def test_the_recipes_agent_asks_again_and_its_turns_are_one_segment():
     await check()
 
 
-@pytest.mark.parametrize(("returned", "scored"), [("5", 1.0), (None, float(len("Hello there.")))])
+@pytest.mark.parametrize(("returned", "scored"), [("5", 1.0), ("5\ud800", 2.0), (None, float(len("Hello there.")))])
 async def test_what_the_agent_returns_is_scored_or_else_the_last_answer(returned: str | None, scored: float):
     async def agent(task: Task, session: Session) -> str | None:
         await ask(session)
         return returned
 
     async with attempts_of(agent) as attempts:
-        assert (await attempts(TASK, PolicyClient(FakeBackend()))).reward == scored
+        episode = await attempts(TASK, PolicyClient(FakeBackend()))
+    assert episode.reward == scored
+    episode.text.encode()
 
 
 async def test_an_answer_that_is_cut_off_last_makes_the_episode_truncated():

@@ -132,7 +132,7 @@ async def test_an_answer_cut_within_a_character_goes_on_from_its_tokens():
         await agent.ask([HI, message, {"role": "user", "content": "Go on"}])
         first, second = agent.session.close()
     assert tuple(first.token_ids) == cut
-    assert first.truncated
+    assert (first.text, first.truncated) == ("Yes, ", True)  # what the client saw, and vLLM's engines return
     assert not second.truncated
     rest = second.prompt_ids[len(first.prompt_ids) + len(cut) :]
     assert tokenizer().decode(rest, skip_special=False).startswith("<|im_end|>\n<|im_start|>user\nGo on")
@@ -212,6 +212,17 @@ async def test_completions_go_on_from_the_tokens_behind_their_text():
         await agent.client.completions.create(model="fake", prompt=text)
         turns = agent.session.close()
     assert tuple(turns[1].prompt_ids) == (*tokenizer().encode("Once"), *odd, *tokenizer().encode(" and then"))
+    assert len(segments(turns)) == 1
+
+
+async def test_completions_go_on_from_tokens_that_end_within_a_character():
+    cut = letters_of(" upon 日", end=False)[:-1]
+    async with agent_of(FakeBackend([(*cut, EOS), " it ended"])) as agent:
+        first = await agent.client.completions.create(model="fake", prompt="Once", max_tokens=len(cut))
+        assert first.choices[0].text == " upon "
+        await agent.client.completions.create(model="fake", prompt="Once upon a time")
+        turns = agent.session.close()
+    assert tuple(turns[1].prompt_ids) == (*tokenizer().encode("Once"), *cut, *tokenizer().encode("a time"))
     assert len(segments(turns)) == 1
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError, TaskError, UngradedError
 from forge_rl.rewards import judge as judge_module
 from forge_rl.rewards.judge import Judge, _asked_wait_s
+from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.protocol import Form
 from forge_rl.rewards.scorer import score_again
 from forge_rl.types import Episode, Score, Task
@@ -294,8 +297,8 @@ def test_a_failed_criterion_fails_the_episode_unless_money_ran_out():
         with pytest.raises(JudgeError, match="status 401") as caught:
             by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC)
         assert not isinstance(caught.value, SpendingError)
-        with pytest.raises(SpendingError):
-            by_criteria(judge_of(server.url, criteria="rubric", max_calls=1, concurrent=1), RUBRIC)
+    with judge_server(raw(401, "{}"), delay_s=0.3) as server, pytest.raises(SpendingError):
+        by_criteria(judge_of(server.url, criteria="rubric", max_calls=1, concurrent=2), RUBRIC)
 
 
 def test_a_template_is_filled_in_for_each_criterion():
@@ -328,6 +331,36 @@ def test_a_retry_never_comes_before_the_endpoints_retry_after(monkeypatch: pytes
     with judge_server(raw(429, "{}", retry_after="7"), reply("Score: 5")) as server:
         grade(judge_of(server.url), "5")
     assert max(waits) == 7
+
+
+async def test_a_locked_cache_holds_up_only_its_judge(tmp_path: Path):
+    with judge_server(reply("Score: 5")) as server:
+        judge = judge_of(server.url, cache=tmp_path)
+        judge.load(None)
+        with contextlib.closing(sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)) as other:
+            other.execute("begin exclusive")
+            grading = asyncio.create_task(judge(TASK, Episode(task=TASK, turns=(), output="5")))
+            # The loop goes on while the judge waits for the lock, which this test would otherwise never release.
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not grading.done()
+            other.execute("rollback")
+        assert (await grading).total == 0.5
+
+
+async def test_what_was_paid_is_stored_though_the_score_is_given_up(tmp_path: Path):
+    store = JudgeStore(tmp_path)
+    assert await store.reserve("m", max_calls=0, max_tokens=0)
+    with contextlib.closing(sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        writes = [asyncio.create_task(write) for write in (store.add_tokens("m", 30), store.keep("key", "reply"))]
+        await asyncio.sleep(0)
+        for write in writes:
+            write.cancel()
+        await asyncio.wait(writes)
+        other.execute("rollback")
+    assert await store.spent("m") == (1, 30)
+    assert await store.reply("key") == "reply"
 
 
 def test_a_reply_that_cannot_be_stored_is_paid_once(tmp_path: Path):

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.protocol import Step
+from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.types import Task, ToolCall
 from forge_rl.worlds.openenv import OpenEnvFactory
@@ -40,6 +40,8 @@ class Peer:
     """Number of connections that it refuses at first."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    schema_statuses: list[int] = field(default_factory=list)
+    """Statuses of the first requests of its schema, which fail."""
 
     async def talk(self, connection: ServerConnection) -> None:
         if self.full:
@@ -58,6 +60,8 @@ class Peer:
     def schema(self, connection: ServerConnection, request: Request) -> Response | None:
         if request.path != "/schema":
             return None
+        if self.schema_statuses:
+            return Response(self.schema_statuses.pop(0), "Error", Headers(), b"")
         return Response(200, "OK", Headers(), json.dumps({"action": self.action}).encode())
 
 
@@ -150,6 +154,29 @@ async def test_server_tools_reach_the_model_and_no_call_ends_the_episode():
         await session.close()
 
 
+async def test_calls_are_not_sent_once_others_have_taken_the_time_of_a_reply():
+    class Slow(Peer):
+        async def talk(self, connection: ServerConnection) -> None:
+            async for text in connection:
+                self.asked.append(json.loads(text))
+                await asyncio.sleep(0.3 if len(self.asked) > 2 else 0)
+                await connection.send(json.dumps({"type": "observation", **self.answers.pop(0)}))
+
+    async with running(Slow(TOOLS, [seen(), seen(), *[seen(result={"content": []})] * 9])) as peer:
+        session = OpenEnvFactory(peer.url)(TASK)
+        await session.reset()
+        session._factory = replace(session._factory, deadline_s=0.5)
+        step = await session.step("", truncated=False, calls=called("echo", "{}") * 3)
+        await session.close()
+    assert [message["content"] for message in step.messages] == [
+        "",
+        "",
+        "error: not run, as the calls before it took 0.5 s",
+    ]
+    assert not step.done
+    assert len(peer.asked) == 4
+
+
 class Busy(Peer):
     async def talk(self, connection: ServerConnection) -> None:
         async for text in connection:
@@ -189,11 +216,11 @@ async def test_lone_surrogates_are_refused_in_actions_and_replaced_in_replies():
     answers = [seen(board="\ud800"), seen(board="a\udfffb", turn=1)]
     async with running(Peer(MOVE, answers)) as peer:
         session = OpenEnvFactory(peer.url)(TASK)
-        observation = await session.reset()
+        observation = await reset_env(session)
         assert '{"board": "?"}' in str(observation.messages[-1]["content"])
-        refusal = await session.step(r'{"x": "\ud800"}', truncated=False, calls=())
+        refusal = await step_env(session, r'{"x": "\ud800"}')
         assert str(refusal.messages[0]["content"]).startswith("error: the action is not JSON")
-        step = await session.step('{"x": 1}', truncated=False, calls=())
+        step = await step_env(session, '{"x": 1}')
         assert step.messages[0]["content"] == '{"board": "a?b", "turn": 1}'
         await session.close()
     assert [request["type"] for request in peer.asked] == ["reset", "step"]
@@ -227,6 +254,19 @@ async def test_an_answer_that_is_no_object_is_told(text: str):
 
 
 async def test_a_server_that_is_full_not_there_or_no_such_server_is_told():
+    starting = [502, 503, 503]
+    async with running(Peer(TEXT, [seen(text="Begin.")], schema_statuses=starting)) as peer:
+        session = OpenEnvFactory(peer.url)(TASK)
+        await session.reset()
+        await session.close()
+        assert not starting
+        starting += [500, 503]
+        with pytest.raises(ForgeError, match="returned no action schema: HTTPStatusError"):
+            await OpenEnvFactory(peer.url)(TASK).reset()
+        assert starting == [503]
+        starting += [503] * 99
+        with pytest.raises(ForgeError, match="returned no action schema: TransportError: status 503"):
+            await OpenEnvFactory(peer.url, connect_s=0.3)(TASK).reset()
     async with running(Peer(TEXT, [], full=99)) as peer:
         with pytest.raises(ForgeError, match="full"):
             await OpenEnvFactory(peer.url, connect_s=0.5)(TASK).reset()

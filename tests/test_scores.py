@@ -93,6 +93,12 @@ def test_an_episode_takes_all_of_its_score():
     assert (plain.score.parts, plain.score.turns, plain.score.tokens) == ({"a": 1.0}, (), ())
 
 
+def test_the_texts_of_a_score_can_be_encoded():
+    lone = Score(total=1, parts={"a\ud800": 1}, answer="\udfff", feedback="it printed \udc80")
+    score = with_score(episode_of([10]), lone).score
+    assert (score.parts, score.answer, score.feedback) == ({"a?": 1.0}, "?", "it printed ?")
+
+
 @pytest.mark.parametrize(
     ("score", "message"),
     [

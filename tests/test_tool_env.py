@@ -217,6 +217,19 @@ def test_a_long_output_is_clipped_in_the_middle():
     assert told == long(50) + "\n[... 900 characters left out ...]\n" + long(50)
 
 
+async def test_calls_are_not_run_once_others_have_taken_the_time_of_their_completion():
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    env = ToolEnv([wait, add], timeout_s=0.1)(TASK)
+    names = ("wait", "add", "wait", "add")
+    calls = [ToolCall(id=name, name=name, arguments='{"a": 1, "b": 2}' if name == "add" else "") for name in names]
+    step = await env.step("", truncated=False, calls=calls)
+    late, refusal = "error: wait took longer than 0.1 s", "error: not run, as the calls before it took 0.1 s"
+    assert [message["content"] for message in step.messages] == [late, "3", late, refusal]
+    assert [(call.error, call.seconds is None) for call in step.calls[2:]] == [(late, False), (refusal, True)]
+
+
 def test_no_tools_and_two_of_one_name_are_refused():
     for tools, message in (([], "there are no tools"), ([add, add], "two tools have the name 'add'")):
         with pytest.raises(ConfigError, match=message):

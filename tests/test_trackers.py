@@ -30,11 +30,12 @@ def test_tensorboard_reads_the_scalars_of_a_resumed_run_once(tmp_path: Path, mon
         sink.start(info(tmp_path, resumed))
         for step in range(resumed + 1, 5):
             sink.log(step, {"loss": loss + step, "busy/trainer": 0.5})
-        sink.event("a replica died", "fault")
+        sink.event("a replica died of \ud800", "fault")
         sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "busy/trainer"}
+    assert events.Tensors("events/fault/text_summary")[-1].tensor_proto.string_val == [b"a replica died of \\ud800"]
     assert [(point.step, point.value) for point in events.Scalars("loss")] == [(1, 2.0), (2, 3.0), (3, 12.0), (4, 13.0)]
 
 

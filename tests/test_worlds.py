@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,7 @@ def notes(tmp_path: Path) -> Path:
     rows = [
         {"title": "France", "text": "The capital of France is Paris. " + "It has rivers. " * 200},
         {"title": "Germany", "text": "Berlin is its capital, and \N{LATIN SMALL LETTER U WITH DIAERESIS}ber all."},
-        {"text": "Oslo lies in Norway."},
+        {"text": "Oslo lies in Norway \ud800."},
     ]
     (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     return tmp_path / "notes.jsonl"
@@ -324,6 +325,15 @@ def test_a_conversation_ends_after_its_turns_and_when_an_answer_is_cut(monkeypat
         assert asyncio.run(play(user, BOOKING, ["a"], truncated=True)) == [Step(done=True)]
         assert len(seen) == 2
     assert seen[0]["key"] == "Bearer secret-key"
+
+
+def test_lone_surrogates_of_a_goal_and_a_reply_are_not_sent():
+    task = replace(BOOKING, truth={"goal": "a \ud800 table"})
+    with endpoint(lambda request: (200, "go \udfff on")) as (url, seen):
+        user = SimulatedUser(model="m", base_url=url, api_key_env="")
+        steps = asyncio.run(play(user, task, ["a"] * 2, truncated=False))
+    assert [said(step) for step in steps] == ["go ? on"] * 2
+    assert "a ? table" in str(seen[0])
 
 
 def test_an_endpoint_that_fails_is_an_error_of_the_environment():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.encodable import encodable
 from forge_rl.token_arrays import CompactRecord
 from forge_rl.types import Episode, Message, Score, Task, ToolCall
 
@@ -256,7 +257,7 @@ def _raised_env(factory: EnvFactory, task: Task) -> Env:
 
 
 async def reset_env(env: Env) -> Observation:
-    """Begin the episode.
+    """Begin the episode; lone surrogates in its texts become question marks, as in those of its steps.
 
     Raises:
         ForgeError: `reset` returned no Observation.
@@ -267,11 +268,15 @@ async def reset_env(env: Env) -> Observation:
             f"{type(env).__name__}.reset returned {observation!r:.80}, not an Observation",
             hint="return Observation(messages=...)",
         )
-    return observation
+    texts = {"messages": observation.messages, "tools": observation.tools}
+    return observation if encodable(texts) is texts else observation.updated(**encodable(texts))
 
 
 async def step_env(env: Env, completion: str, truncated: bool = False, parsed: Parsed | None = None) -> Step:
     """Respond to a completion, with the optional arguments that the environment's `step` takes.
+
+    Lone surrogates in the step's texts, such as the name of a file that is not UTF-8, become question marks: no prompt
+    can hold them, and the model may have caused them.
 
     Raises:
         ForgeError: `step` returned no Step.
@@ -286,7 +291,8 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
         raise ForgeError(
             f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
         )
-    return step
+    texts = {"messages": step.messages, "history": step.history, "output": step.output}
+    return step if encodable(texts) is texts else step.updated(**encodable(texts))
 
 
 Given: TypeAlias = tuple[str, bool, Parsed | None]

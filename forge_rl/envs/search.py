@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
+from forge_rl.system.encodable import encodable
 from forge_rl.system.folders import make_private
 
 _TEXTS = (".txt", ".md", ".rst", ".html", ".json", ".csv")
@@ -127,7 +128,8 @@ def _rows(file: Path) -> Iterator[tuple[str, str]]:
                     f"{file}:{number} has no text: {type(error).__name__}: {error}",
                     hint='write each line as {"title": ..., "text": ...}',
                 ) from None
-            yield str(row.get("title", number)), str(text)
+            # SQLite stores no lone surrogates, which a line may have as JSON escapes.
+            yield encodable(str(row.get("title", number))), encodable(str(text))
 
 
 def _checked(path: Path) -> Path:

@@ -16,7 +16,7 @@ from forge_rl.envs.pure import CachedTool, purity, task_key, version_of
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.system.result_cache import ResultCache
-from forge_rl.system.strict_json import parse_json
+from forge_rl.system.strict_json import check_levels, parse_json
 from forge_rl.types import Message, Task, ToolCall
 
 _CALL_SIGNS = (
@@ -38,7 +38,8 @@ class ToolSettings:
     max_turns: int = 8
     """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
     timeout_s: float = 30.0
-    """Timeout of one tool call."""
+    """Timeout of one tool call. No further call of a completion is run once those after its first have taken as long
+    together."""
     max_output_chars: int = 4000
     """Maximum characters of a tool output; the middle of a longer one is cut."""
     instruction: str = ""
@@ -192,12 +193,19 @@ class ToolUse:
             return await self._end("")
         outputs: list[Message] = []
         finished_calls: list[ToolCall] = []
+        spent_s, timeout_s = 0.0, self._config.timeout_s
         # One after another: a later call may depend on what an earlier one has changed.
         for call in calls:
-            start_time = time.monotonic()
-            text, cached = await self._run(call)
+            start_time, seconds, cached = time.monotonic(), None, None
+            if spent_s < timeout_s:
+                text, cached = await self._run(call)
+                seconds = time.monotonic() - start_time
+                # The first call may have waited for a server to start.
+                spent_s += seconds if finished_calls else 0.0
+            else:
+                text = not_run(timeout_s)
             error = text if text.startswith("error: ") else ""
-            finished_calls.append(replace(call, seconds=time.monotonic() - start_time, error=error, cached=cached))
+            finished_calls.append(replace(call, seconds=seconds, error=error, cached=cached))
             outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         if not calls:
             outputs.append({"role": "user", "content": UNREADABLE_CALL})
@@ -249,6 +257,11 @@ def attempts_call(completion: str, calls: Sequence[ToolCall]) -> bool:
     return bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
 
 
+def not_run(seconds: float) -> str:
+    """Return the output of a call that is not run, as those before it in its completion took the time of all."""
+    return f"error: not run, as the calls before it took {seconds:g} s"
+
+
 def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
     return {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
 
@@ -257,7 +270,9 @@ def _as_message(call: ToolCall) -> Message:
     arguments: object = call.arguments
     with contextlib.suppress(ValueError, RecursionError):
         # Chat templates expect an object rather than its text.
-        arguments = parse_json(call.arguments)
+        value = parse_json(call.arguments)
+        check_levels(value)
+        arguments = value
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

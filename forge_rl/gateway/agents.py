@@ -23,6 +23,7 @@ from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
 from forge_rl.services.policy_backend import Backend
+from forge_rl.system.encodable import encodable
 from forge_rl.system.tasks import EndableTask, left_behind_late
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.thoughts import without_thoughts
@@ -134,6 +135,7 @@ class AgentEpisodeRunner:
             outcome, result, problem = await self._work(task, session, client)
         # The text that an agent returns may be the policy's, with its thoughts.
         own_score, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
+        text = encodable(text)  # an agent may read lone surrogates from JSON
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
             episode = await scored(episode, self.reward, own_score)

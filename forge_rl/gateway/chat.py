@@ -15,11 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.sessions import Session
 from forge_rl.token_arrays import TokenArray, TokenIds, ValueRecord
+from forge_rl.tokens.message_form import decoded_arguments
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall
-
-_MOST_LEVELS = 64
-"""Maximum nesting of a call's arguments passed to templates as JSON; they fail at some depth."""
 
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "summary_text", "reasoning_text")
 """Types of content parts that hold text."""
@@ -109,7 +107,11 @@ class ChatMessage:
     def template_calls(self) -> list[dict[str, object]]:
         """Return the calls in chat templates' format."""
         return [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": parsed(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": decoded_arguments(call.arguments)},
+            }
             for call in self.calls
         ]
 
@@ -131,28 +133,6 @@ class Prompt(ValueRecord):
     """Temperature in the request, if any."""
 
 
-def parsed(arguments: str) -> object:
-    """Parse a call's arguments as JSON.
-
-    Returns the text if it is not JSON, or if templates cannot render it: lone surrogates or too many levels.
-    """
-    try:
-        value = json.loads(arguments)
-        # Lone surrogates can only come from escapes in this text: the body that brought it is valid UTF-8.
-        if "\\u" in arguments:
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return arguments
-    # Level by level, as deep data could exhaust recursion.
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(_MOST_LEVELS):
-        inner = (entry.values() if isinstance(entry, dict) else entry for entry in level)
-        level = [entry for entries in inner for entry in entries if isinstance(entry, dict | list)]
-        if not level:
-            return value
-    return arguments
-
-
 def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
     """Return the digest extended by one message.
 
@@ -161,7 +141,7 @@ def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
     """
     template_message = message.template()
     if message.role == "assistant":
-        calls = [[call.name, parsed(call.arguments)] for call in message.calls]
+        calls = [[call.name, decoded_arguments(call.arguments)] for call in message.calls]
         template_message = {**template_message, "content": message.content.strip(), "tool_calls": calls}
     return hashlib.sha256(digest + _canonical(template_message)).digest()
 

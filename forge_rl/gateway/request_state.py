@@ -15,6 +15,7 @@ import numpy.typing as npt
 from forge_rl.gateway.chat import Prompt
 from forge_rl.gateway.sessions import Session
 from forge_rl.token_arrays import Chunk
+from forge_rl.tokens.text_stream import whole_characters
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, ToolCall, Turn
 
@@ -118,7 +119,7 @@ class CompletionChoice:
             calls: tool calls that were parsed from it.
         """
         # Decoded from the ids: `self.text` depends on what the client asked to see.
-        text = self.tokenizer.decode(self.ids)
+        text = whole_characters(self.tokenizer.decode(self.ids))
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
         return Turn(
@@ -139,7 +140,7 @@ class CompletionChoice:
     @property
     def full_text(self) -> str:
         """Text of all tokens, with the stop string and special tokens."""
-        return self.tokenizer.decode(self.ids, skip_special=False)
+        return whole_characters(self.tokenizer.decode(self.ids, skip_special=False))
 
     def _next_text(self) -> str:
         """Return the text that can be shown now and was not yet; set `finish` if a stop string is found."""

@@ -101,7 +101,7 @@ class TensorBoardSink(Sink):
 
     def event(self, text: str, level: Level) -> None:
         with self._writing() as writer:
-            writer.add_text(f"events/{level}", text, self._step)
+            writer.add_text(f"events/{level}", visible(text), self._step)
 
     def close(self) -> None:
         if self._writer is not None:

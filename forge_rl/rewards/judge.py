@@ -27,6 +27,7 @@ from forge_rl.errors import (
 )
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
+from forge_rl.system.encodable import encodable
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.strict_json import parse_json
 from forge_rl.system.tasks import TaskGroup
@@ -194,16 +195,16 @@ class Judge:
         assert live is not None
         # The key covers endpoint, model, prompt and options, so an edited rubric or another model never gets a stale
         # grade.
-        request = self._request(_encodable(prompt))
+        request = self._request(encodable(prompt))
         key = _digest(self.base_url, request)
         # Episodes of a group are often identical: the first one asks, the others wait for its reply.
         async with live.locks.setdefault(key, asyncio.Lock()):
-            reply = live.replies.reply(key)
+            reply = await live.replies.reply(key)
             is_cached = reply is not None
             if reply is None:
                 async with live.room:
                     reply = await self._ask(live, request)
-                live.replies.keep(key, reply)
+                await live.replies.keep(key, reply)
         grade = self._grade(reply)
         assert grade is not None, "only replies with a grade are kept"
         return (grade - self.low) / (self.high - self.low), is_cached
@@ -240,7 +241,7 @@ class Judge:
         kind: type[JudgeError] = JudgeError
         for tries in range(self.retries + 1):
             # Counted before the request is sent: a crash or a timeout may lose the reply, but not its cost.
-            self._reserve(live)
+            await self._reserve(live)
             kind = JudgeError
             wait_s = _FIRST_WAIT_S * 2.0**tries
             try:
@@ -248,7 +249,7 @@ class Judge:
                     completion: Any = await live.client.chat.completions.create(**request)
                 reply = _text_of(completion)
                 # Replies without a grade cost tokens as well.
-                live.spending.add_tokens(self._identity, _tokens_of(completion, request))
+                await live.spending.add_tokens(self._identity, _tokens_of(completion, request))
                 if self._grade(reply) is not None:
                     return reply
                 problem = f"its reply has no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
@@ -281,10 +282,10 @@ class Judge:
             hint="check the endpoint, and model, base_url and api_key_env in --reward judge:...",
         )
 
-    def _reserve(self, live: _JudgeState) -> None:
-        if live.spending.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
+    async def _reserve(self, live: _JudgeState) -> None:
+        if await live.spending.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
             return
-        calls, tokens = live.spending.spent(self._identity)
+        calls, tokens = await live.spending.spent(self._identity)
         raise SpendingError(
             f"the judge {self.model} has used {calls} calls and {tokens} tokens in this run, and its limits are "
             f"max_calls={self.max_calls} and max_spent_tokens={self.max_spent_tokens} (0: no limit)",
@@ -350,12 +351,7 @@ def _text_of(completion: Any) -> str:
         text = completion.choices[0].message.content
     except (AttributeError, LookupError, TypeError):
         raise ValueError(f"its reply is not a chat completion: {completion!r:.100}") from None
-    return _encodable(text) if isinstance(text, str) else ""
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a model can produce and no request, file or database can hold."""
-    return text.encode("utf-8", "replace").decode()
+    return encodable(text) if isinstance(text, str) else ""
 
 
 def _tokens_of(completion: Any, request: Mapping[str, Any]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from forge_rl.errors import ConfigError, JudgeError
 from forge_rl.system.folders import make_private
@@ -19,7 +22,9 @@ class JudgeStore:
     """Stores replies by key, and the number of calls and tokens by judge.
 
         store = JudgeStore(Path("runs/grpo-1/reward"))
-        store.reserve("gpt", max_calls=100, max_tokens=0)  # False when the limit is reached
+        await store.reserve("gpt", max_calls=100, max_tokens=0)  # False when the limit is reached
+
+    Its methods run in a thread of the store, as another process's lock may hold them up for half a minute.
 
     Args:
         folder: created if missing, and made private; None keeps everything in memory.
@@ -34,7 +39,7 @@ class JudgeStore:
             if folder is not None:
                 make_private(folder, ConfigError)
             path = ":memory:" if folder is None else str(folder / "judge.sqlite")
-            # Autocommit, as each method is one statement, and a timeout of 30 s for the locks of other replicas.
+            # Autocommit, as each method commits on its own, and a timeout of 30 s for the locks of other replicas.
             self._database = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
             self._database.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
@@ -42,37 +47,47 @@ class JudgeStore:
                 f"the judge cannot store its replies in {folder}: {error}",
                 hint="fix or delete the folder, or choose another",
             ) from error
+        # A single thread, as counts of changed rows belong to the connection.
+        self._thread = ThreadPoolExecutor(1, "judge-store")
 
-    def reply(self, key: str) -> str | None:
+    async def reply(self, key: str) -> str | None:
         """Return a stored reply, or None."""
-        row = self._execute("select reply from replies where key = ?", (key,)).fetchone()
-        return row[0] if row else None
+        rows, _ = await self._execute("select reply from replies where key = ?", (key,))
+        return str(rows[0][0]) if rows else None
 
-    def keep(self, key: str, reply: str) -> None:
+    async def keep(self, key: str, reply: str) -> None:
         """Store a reply."""
-        self._execute("insert or replace into replies values (?, ?)", (key, reply))
+        await self._execute("insert or replace into replies values (?, ?)", (key, reply))
 
-    def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
+    async def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
         """Count a call before it is made; return False if it would exceed a limit. 0 means no limit."""
-        self._execute("insert or ignore into spent values (?, 0, 0)", (judge,))
+        await self._execute("insert or ignore into spent values (?, 0, 0)", (judge,))
         # Check and count are one statement, so replicas that share the file cannot exceed a limit together.
         condition = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
         limits = (max_calls, max_calls, max_tokens, max_tokens)
-        cursor = self._execute(f"update spent set calls = calls + 1 where judge = ? and {condition}", (judge, *limits))
-        return cursor.rowcount == 1
+        statement = f"update spent set calls = calls + 1 where judge = ? and {condition}"
+        _, num_changed = await self._execute(statement, (judge, *limits))
+        return num_changed == 1
 
-    def add_tokens(self, judge: str, tokens: int) -> None:
+    async def add_tokens(self, judge: str, tokens: int) -> None:
         """Count the tokens of a call after it is made."""
-        self._execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
+        await self._execute("update spent set tokens = tokens + ? where judge = ?", (tokens, judge))
 
-    def spent(self, judge: str) -> tuple[int, int]:
+    async def spent(self, judge: str) -> tuple[int, int]:
         """Return the number of calls and tokens of a judge."""
-        row = self._execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
-        return row or (0, 0)
+        rows, _ = await self._execute("select calls, tokens from spent where judge = ?", (judge,))
+        return rows[0] if rows else (0, 0)
 
-    def _execute(self, statement: str, values: Sequence[str | int]) -> sqlite3.Cursor:
+    async def _execute(self, statement: str, values: Sequence[str | int]) -> tuple[list[Any], int]:
+        """Execute a statement; return its rows, and how many it changed."""
+
+        def execute() -> tuple[list[Any], int]:
+            cursor = self._database.execute(statement, values)
+            return cursor.fetchall(), cursor.rowcount
+
         try:
-            return self._database.execute(statement, values)
+            # Shielded: a score that is given up leaves no reply that was paid for unstored, and no cost uncounted.
+            return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, execute))
         except sqlite3.Error as error:
             # After any other error the episode would be scored, and the replies that cannot be stored paid for, again.
             raise JudgeError(

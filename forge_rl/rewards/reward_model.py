@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from forge_rl.errors import ModelError, check_flags
 from forge_rl.models.resolve import model_in
+from forge_rl.system.encodable import encodable
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Score, Task
 
@@ -94,8 +95,7 @@ class RewardModel:
         if self._scorer is None:
             await asyncio.to_thread(self.load)
         assert self._scorer is not None
-        answer = episode.text.encode(errors="replace").decode()  # lone surrogates cannot be tokenized
-        messages = [*task.messages, {"role": "assistant", "content": answer}]
+        messages = [*task.messages, {"role": "assistant", "content": encodable(episode.text)}]
         return Score(total=await self._scorer.score(messages, task.tools))
 
 

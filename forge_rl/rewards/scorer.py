@@ -18,6 +18,7 @@ from forge_rl.errors import (
     SpendingError,
 )
 from forge_rl.rewards.protocol import Form
+from forge_rl.system.encodable import encodable
 from forge_rl.types import Episode, Outcome, Score
 
 _TRIES = 3
@@ -116,4 +117,6 @@ def with_score(episode: Episode, score: Score) -> Episode:
             )
     turns = tuple(map(float, score.turns))
     tokens = tuple(np.asarray(values, np.float32) for values in score.tokens)
-    return episode.updated(score=score.updated(total=total, parts=parts, turns=turns, tokens=tokens))
+    # Names of metrics, and texts that teachers may be shown.
+    texts = {"parts": encodable(parts), "answer": encodable(score.answer), "feedback": encodable(score.feedback)}
+    return episode.updated(score=score.updated(total=total, turns=turns, tokens=tokens, **texts))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from forge_rl.errors import ModelError
+from forge_rl.system.strict_json import check_levels
 from forge_rl.types import Message
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -17,11 +18,14 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 
 def decoded_arguments(text: str) -> object:
-    """Return a call's arguments decoded from JSON. Return the text unchanged if it is not valid JSON, or if the decoded
-    value cannot be encoded as UTF-8, such as half of a surrogate pair."""
+    """Return a call's arguments decoded from JSON. Return the text unchanged if it is not valid JSON, or if templates
+    cannot render the decoded value: it holds half of a surrogate pair, or has too many levels."""
     try:
         value: object = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
+        # Lone surrogates come from escapes, as texts that hold them are refused before.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+        check_levels(value)
     except (ValueError, RecursionError):
         return text
     return value

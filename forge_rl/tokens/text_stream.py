@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Decodes one completion token by token; a character that is split over tokens is returned with the last one."""
+    """Decodes one completion token by token; a character that is split over tokens is returned with the last one. A
+    character that is incomplete at the end is never returned, as in vLLM."""
 
     def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: TokenIds, skip_special: bool) -> None:
         from tokenizers.decoders import DecodeStream
@@ -33,3 +34,9 @@ class TextStream:
                 raise
             self._stream = self._fresh([])
             return self._stream.step(self._tokenizer, token) or ""
+
+
+def whole_characters(text: str) -> str:
+    """Return the decoded text of a whole completion as `TextStream` returns it: without an incomplete character, or
+    other bytes that are no UTF-8, at its end."""
+    return text.rstrip("\ufffd")

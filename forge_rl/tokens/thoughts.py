@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.token_arrays import TokenIds
+from forge_rl.tokens.text_stream import whole_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,8 +124,8 @@ class Thoughts:
         if spoken is None:
             return None
         if decode is not None:
-            return decode(ids[spoken]).lstrip()
-        return str(self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True)).lstrip()
+            return whole_characters(decode(ids[spoken])).lstrip()
+        return whole_characters(str(self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True))).lstrip()
 
     def _spoken(self, ids: npt.NDArray[np.int32], is_open: bool) -> npt.NDArray[np.bool_] | None:
         """Return which tokens are outside of thoughts, as `without_thoughts` does for text; None if all are."""
@@ -144,7 +145,7 @@ class Thoughts:
         return spoken
 
     def _final(self, ids: npt.NDArray[np.int32]) -> str | None:
-        text = self._hf.decode(ids.tolist(), skip_special_tokens=False)
+        text = whole_characters(self._hf.decode(ids.tolist(), skip_special_tokens=False))
         return "".join(_FINAL.findall(text)) if _CHANNEL in text else None
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
+from forge_rl.system.encodable import encodable
 from forge_rl.tokens.parser_choice import (
     TOOL,
     Sample,
@@ -238,18 +239,14 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
     if request.parallel_tool_calls is False:
         calls = (calls or [])[:1]
     return content or "", tuple(
+        # A model can write lone surrogates as JSON escapes.
         ToolCall(
-            id=_encodable(call.id or f"call_{secrets.token_hex(12)}"),
-            name=_encodable(call.name),
-            arguments=_encodable(call.arguments),
+            id=encodable(call.id or f"call_{secrets.token_hex(12)}"),
+            name=encodable(call.name),
+            arguments=encodable(call.arguments),
         )
         for call in calls or ()
     )
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a model can write as JSON escapes and no prompt can hold, by question marks."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:

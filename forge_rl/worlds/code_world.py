@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import UNREADABLE_CALL, attempts_call, clipped, first_messages
+from forge_rl.envs.tools import UNREADABLE_CALL, attempts_call, clipped, first_messages, not_run
 from forge_rl.errors import check_flags
 from forge_rl.sandbox import Result
 from forge_rl.sandbox.fences import fenced_code
@@ -125,7 +125,11 @@ class CodeWorld:
         pairs, spent_s = list[tuple[str, ToolCall]](), 0.0
         for call in calls:
             # The time of the first call is no measure of its code, as it may have waited for a session.
-            text, finished_call = await self._run(call) if spent_s < self._settings.timeout_s else self._refusal(call)
+            if spent_s < self._settings.timeout_s:
+                text, finished_call = await self._run(call)
+            else:
+                text = not_run(self._settings.timeout_s)
+                finished_call = replace(call, error=text)
             spent_s += (finished_call.seconds or 0.0) if pairs else 0.0
             pairs.append((text, finished_call))
         return Step(
@@ -168,11 +172,6 @@ class CodeWorld:
         text = clipped(text, self._settings.max_output_chars)
         error_text = text if text.startswith("error: ") else ""
         return text, replace(call, seconds=time.monotonic() - start_time, error=error_text, cached=was_kept)
-
-    def _refusal(self, call: ToolCall) -> tuple[str, ToolCall]:
-        """Refuse a call, as those before it in its completion have taken the time of all."""
-        text = f"error: not run, as the calls before it took {self._settings.timeout_s:g} s"
-        return text, replace(call, error=text)
 
     async def _end(self, answer: str) -> Step:
         # Python and the plain shell leave the score to the run's reward.

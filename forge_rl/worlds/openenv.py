@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.envs.tool import read_arguments, tool_schema
+from forge_rl.envs.tools import not_run
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.strict_json import parse_json
@@ -65,7 +67,7 @@ class OpenEnvFactory:
     connect_s: float = 120.0
     """Timeout for a connection and a free session."""
     deadline_s: float = 300.0
-    """Timeout of one reply of the server."""
+    """Timeout of one reply of the server. No further call of a completion is sent once its calls took this long."""
     api_key_env: str = ""
     """Environment variable with the server's API key, if it requires one. A key inside the URL of a flag would be
     visible to all users of the machine."""
@@ -172,9 +174,14 @@ class OpenEnvSession:
         messages: list[Message] = []
         rewards: list[float] = []
         done = truncated or (self._by_tools and not calls)
+        deadline_s, start_time = self._factory.deadline_s, time.monotonic()
         # A truncated completion may lack calls, or a part of one.
         for call in calls if self._by_tools and not truncated else ():
-            text, reward, done = await self._call(call)
+            # The step of an environment has a deadline too, which calls must not exceed together.
+            if time.monotonic() - start_time >= deadline_s:
+                text, reward = not_run(deadline_s), None
+            else:
+                text, reward, done = await self._call(call)
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
             rewards += [] if reward is None else [reward]
             if done:
@@ -218,14 +225,11 @@ class OpenEnvSession:
         try:
             data = await self._ask("step", action)
         except _RejectedActionError as error:
-            return _encodable(f"error: {error}"), None, False
+            return f"error: {error}", None, False
         reward = data.get("reward")
         return self._shown(data), None if reward is None else float(reward), bool(data.get("done"))
 
     def _shown(self, data: Mapping[str, Any]) -> str:
-        return _encodable(self._text(data))
-
-    def _text(self, data: Mapping[str, Any]) -> str:
         observation = {key: value for key, value in data.get("observation", {}).items() if value is not None}
         # The user's choice replaces all that follows.
         if self._factory.show:
@@ -257,11 +261,13 @@ class OpenEnvSession:
         async def ask() -> dict[str, Any]:
             async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
                 answer = await client.get(self._factory.schema_url, headers=self._factory.headers)
+                # So a proxy answers for a hosted server that is still starting.
+                if answer.status_code in (502, 503, 504):
+                    raise httpx.TransportError(f"status {answer.status_code}")
                 schema: dict[str, Any] = answer.raise_for_status().json()
                 return schema
 
         try:
-            # The server may still be starting.
             schemas = await self._again(ask, (httpx.TransportError,))
             return dict(schemas["action"])
         except (httpx.HTTPError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -369,11 +375,6 @@ class _RejectedActionError(Exception):
 def _check_text(value: object) -> None:
     """Raise a ValueError if a string of a JSON value has a lone surrogate, at which a server may fail."""
     json.dumps(value, ensure_ascii=False).encode()
-
-
-def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a reply may have as JSON escapes and no prompt can hold, by question marks."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _text_field(schema: Mapping[str, Any]) -> str:

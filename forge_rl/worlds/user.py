@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ForgeError, check_flags, check_installed
+from forge_rl.system.encodable import encodable
 from forge_rl.system.variables import api_key
 from forge_rl.types import Message, Task
 
@@ -108,7 +109,8 @@ class SimulatedUser:
                 f"the simulated user {self.model} wrote no message within {self.max_tokens} tokens",
                 hint="raise max_tokens of --env user, or serve the model without thoughts",
             )
-        return choice.message.content or ""
+        # A reply is also sent back with the next request.
+        return encodable(choice.message.content or "")
 
 
 class UserConversation:
@@ -116,7 +118,7 @@ class UserConversation:
 
     def __init__(self, config: SimulatedUser, task: Task) -> None:
         self._config, self._task, self._turns = config, task, 0
-        goal = str(task.truth.get("goal") or task.prompt)
+        goal = encodable(str(task.truth.get("goal") or task.prompt))
         instruction = config.instruction.replace("{goal}", goal).replace("{done}", config.done)
         # To the model that plays the user, the user's messages have the role assistant.
         self._seen: list[Message] = [{"role": "system", "content": instruction}]

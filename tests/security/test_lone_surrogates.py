@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -11,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.tools import ToolEnv
 from forge_rl.errors import ModelError
-from forge_rl.gateway.chat import parsed
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.services.environment import Environment
+from forge_rl.tokens.message_form import decoded_arguments
+from forge_rl.types import Outcome, Task, ToolCall, Turn
 from tests.fake_backend import TRAINING, FakeBackend, serving, tokenizer
+from tests.staged_rollouts import StagedReward
 
 LONE = "\ud800"
 HI = [{"role": "user", "content": "Hi"}]
@@ -132,6 +139,8 @@ def test_call_arguments_with_a_lone_surrogate_are_shown_as_written(arguments: st
 
 
 NESTED = "[" * 5000 + "]" * 5000
+DEEP = "[" * 900 + "]" * 900
+"""Deep enough for functions that call themselves to fail, not for the parser of JSON."""
 BIG = "1" * 5000
 
 
@@ -167,10 +176,10 @@ def test_arguments_of_any_depth_are_shown():
 
 
 def test_arguments_that_no_template_can_show_stay_text():
-    assert parsed('{"a": [1, {"b": "\\u00e9"}]}') == {"a": [1, {"b": "é"}]}
-    assert parsed("7") == 7
+    assert decoded_arguments('{"a": [1, {"b": "\\u00e9"}]}') == {"a": [1, {"b": "é"}]}
+    assert decoded_arguments("7") == 7
     for text in ('{"a": "\\ud800"}', "[" * 65 + "]" * 65, NESTED, BIG, f'{{"a": {BIG}}}', "no JSON"):
-        assert parsed(text) == text
+        assert decoded_arguments(text) == text
 
 
 async def test_a_session_of_a_task_with_a_lone_surrogate_serves():
@@ -181,6 +190,53 @@ async def test_a_session_of_a_task_with_a_lone_surrogate_serves():
             body = {"model": "fake", "messages": HI}
             assert (await client.post("/chat/completions", json=body)).status_code == 200
         assert len(session.turns) == 1
+
+
+def files(folder: str) -> str:
+    """List a folder."""
+    return "1\udcff.txt"
+
+
+class Plain:
+    """An environment of a user."""
+
+    async def reset(self) -> Observation:
+        return Observation(messages=({"role": "user", "content": f"first {LONE}"},))
+
+    async def step(self, completion: str) -> Step:
+        if completion == "done":
+            return Step(done=True, output=LONE)
+        return Step(done=False, messages=({"role": "user", "content": f"then {LONE}"},))
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "shown", "output"),
+    [
+        (ToolEnv([files]), r'{"folder": "x"}', "1?.txt", "done"),
+        (ToolEnv([files], compact=list), r'{"folder": "\ud800"}', '"arguments": {"folder": "?"}', "done"),
+        (ToolEnv([files], compact=list), f'{{"folder": {DEEP}}}', "[[[[", "done"),
+        (lambda task: Plain(), "", "then ?", "?"),
+    ],
+)
+async def test_an_environments_texts_can_be_shown(factory: Any, arguments: str, shown: str, output: str):
+    prompts, answers = list[str](), ["call", "done"]
+
+    async def decode(prompt_ids: Sequence[int]) -> Turn:
+        prompts.append(tokenizer().decode(prompt_ids))
+        text = answers.pop(0)
+        ids = tokenizer().encode(text)
+        logprobs, versions = [-1.0] * len(ids), [0] * len(ids)
+        return Turn(prompt_ids=prompt_ids, token_ids=ids, logprobs=logprobs, versions=versions, text=text)
+
+    async def parse(turn: Turn, tools: object) -> tuple[str, tuple[ToolCall, ...]]:
+        return turn.text, (ToolCall(id=CALL_ID, name="files", arguments=arguments),) if answers else ()
+
+    environment = Environment(Environment.Config(), factory)  # without processes
+    reward: Any = StagedReward(lambda task, text: 1.0)
+    task = Task(id="1", source="s", messages=tuple(HI))
+    episode = await EpisodeRunner(tokenizer(), environment, reward, parse)(task, decode)
+    assert (episode.outcome, episode.text) == (Outcome.COMPLETED, output), episode.problem
+    assert shown in prompts[1]
 
 
 @pytest.mark.parametrize("text", [LONE, "a\udfffb", f"<|im_end|>{LONE}", "\ud83d \ude00"])
