@@ -190,7 +190,9 @@ async def show_environment(config: Config, console: Console) -> None:
         )
     source_texts = (*config.named, *config.tasks)
     mixture = (
-        config.data.build(source_texts, seed=config.seed) if source_texts else Mixture(sources_of(factory, config.seed))
+        config.data.build(source_texts, seed=config.seed, cache=config.cache)
+        if source_texts
+        else Mixture(sources_of(factory, config.seed))
     )
     folder = await asyncio.to_thread(resolve_model, config.model, config.cache)
     tokenizer = _tokenizer(config, folder)
@@ -336,8 +338,14 @@ def show(config: Config, console: Console) -> None:
             status.update(f"{label} {fraction:.0%}")
 
         texts = (*config.named, *config.tasks)
-        kind = guess_kind(config.data, texts, seed=config.seed) if config.rows == "auto" else config.rows
-        mixture = config.data.build(texts, seed=config.seed, eval_tasks=config.eval_tasks, kind=kind)
+        kind = (
+            guess_kind(config.data, texts, seed=config.seed, cache=config.cache)
+            if config.rows == "auto"
+            else config.rows
+        )
+        mixture = config.data.build(
+            texts, seed=config.seed, eval_tasks=config.eval_tasks, kind=kind, cache=config.cache
+        )
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
         tokenizer = _tokenizer(config, folder)

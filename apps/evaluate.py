@@ -53,7 +53,7 @@ from forge_rl.gateway.agent_command import AgentCommand, code_file
 from forge_rl.gateway.agents import Agent, serving_agents
 from forge_rl.harness.benchmarks import benchmark, benchmark_source
 from forge_rl.harness.comparisons import check_scored, compare, pairs_of, print_comparisons, score
-from forge_rl.harness.evaluated import keep_episodes, keep_scores
+from forge_rl.harness.evaluated import EpisodeKeeper, keep_scores
 from forge_rl.harness.lm_eval import (
     MOST_CONTEXT,
     Endpoint,
@@ -319,7 +319,7 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     Raises:
         ForgeError: a file or data set is unknown, named twice, or has no tasks for evaluation.
     """
-    sources = config.data.eval_sources(config.sets, seed=config.seed, flag="--tasks")
+    sources = config.data.eval_sources(config.sets, seed=config.seed, flag="--tasks", cache=config.cache)
     is_whole = not any(isinstance(source, ReasoningGymSource) for source in sources.values())
     if sources and is_whole and config.data.held_out_share is not None:
         raise ConfigError(
@@ -327,7 +327,7 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
             hint="leave it out, and give a file of rows that were not trained on",
         )
     for text in config.benchmark:
-        source = benchmark_source(text)
+        source = benchmark_source(text, config.cache)
         if source.name in sources:
             raise ConfigError(f"the set {source.name!r} is named twice", hint=f"name the other one TITLE={source.name}")
         sources[source.name] = source
@@ -445,11 +445,12 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         console.print(f"{name}: finished before, in {out}", soft_wrap=True)
         return results
     bar = _progress(console)
-    episodes_by_set: dict[str, list[Sequence[Episode]]] = {}
+    episodes_folder = out / results_name(name, folder)
+    keeper = EpisodeKeeper(episodes_folder, config, folder)
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
         results.add(set_name, episodes)
-        episodes_by_set.setdefault(set_name, []).append(episodes)
+        keeper.add(set_name, episodes)
         bar.advance(task)
 
     # Each finished task is stored at once, so that an interrupted evaluation resumes there.
@@ -461,7 +462,6 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         on_task=keep,
     )
     console.print(f"{name}: starting", soft_wrap=True)
-    episodes_folder = out / results_name(name, folder)
     try:
         async with _rollouts(config, folder, out) as rollouts:
             with bar:
@@ -470,9 +470,9 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
                 await rollouts.finish_evaluation()
     finally:
         # Also after an interruption: what has been generated stays readable.
-        await asyncio.to_thread(keep_episodes, episodes_folder, config, folder, episodes_by_set)
+        await keeper.close()
     _warn_of_episodes(
-        config, name, [episode for groups in episodes_by_set.values() for episode in itertools.chain(*groups)], console
+        config, name, [episode for groups in keeper.episodes.values() for episode in itertools.chain(*groups)], console
     )
     console.print(f"{name}: forge-rl show {episodes_folder} lists its episodes", soft_wrap=True)
     return results

@@ -121,6 +121,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[TinkerServer, Faults]]:
             "--trainer.seq-len is 0, and no row of data would fit",
             hint="set it to the tokens of the longest datum, a multiple of 128: a row of as many must fit the GPU",
         )
+    config.trainer.check_devices()
     if open_to := check_isolation(config.isolation):
         _warn(open_to)
     keys = _keys(config)

@@ -73,7 +73,7 @@ async def main(config: Config) -> None:
         async with rl.start(
             config,
             loss=rl.build_loss(config.loss),
-            sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
+            sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks, cache=config.cache),
             reward=rl.build_reward(config.rewards),
             agent=agent,
             gateway=config.gateway,

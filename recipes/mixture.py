@@ -68,7 +68,8 @@ def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     texts = (f"maths={rl.ONE_DIGIT_ADDITION}", f"tools={PRODUCTS}")
     # Add a source here, its weight to the mixture, and its environment below.
-    sources = {**config.data.build(texts, seed=config.seed).sources, **config.guess.sources(config.seed)}
+    rows = config.data.build(texts, seed=config.seed, cache=config.cache)
+    sources = {**rows.sources, **config.guess.sources(config.seed)}
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),

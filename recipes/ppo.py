@@ -27,6 +27,8 @@ class Config(rl.TaskConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         rl.ValueLoss(clip=self.value_clip)  # refuses a clip of 0
+        if self.value_pretraining_steps < 0:
+            raise rl.ForgeError(f"--value-pretraining-steps is {self.value_pretraining_steps}", hint="set 0 or more")
 
     @property
     def policy_steps(self) -> int:

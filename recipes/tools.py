@@ -73,7 +73,7 @@ def start(config: Config) -> rl.Starting[Config]:
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),
-        sources=config.data.build(config.tasks, seed=config.seed),
+        sources=config.data.build(config.tasks, seed=config.seed, cache=config.cache),
         reward=score,
         environment=rl.build_environment(config.env) if config.env else WORLD,
         recipe="tools",

@@ -213,7 +213,7 @@ def test_on_a_cpu_nothing_is_chosen_for_a_model_that_fits(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("tokens", [128, 1000])
 def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
     with pytest.raises(ConfigError, match="cannot be packed") as caught:
-        Trainer.Config(seq_len=tokens)
+        Trainer.Config(seq_len=tokens).check_devices()
     assert "a multiple of 128, from 256" in caught.value.hint
 
 

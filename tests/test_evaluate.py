@@ -29,6 +29,7 @@ from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.flags.command_line import parse
 from forge_rl.harness.comparisons import check_scored, compare, pairs_of, print_comparisons, score
+from forge_rl.harness.evaluated import EpisodeKeeper
 from forge_rl.harness.results_file import Results, _key
 from forge_rl.harness.score_tables import print_scores, short_names
 from forge_rl.look.past_runs import read_run
@@ -241,6 +242,39 @@ def test_an_edited_agent_has_results_of_its_own(agent: str, tmp_path: Path, monk
     (tmp_path / "solver.py").write_text("def solve(task): return '6'")
     assert config.digest != before
     assert Config(models=("x",), agent="command:python -c " + "x" * 9999).digest != before
+
+
+async def test_an_evaluation_that_is_killed_loses_only_its_last_episodes(small_tokenizer: Path, tmp_path: Path) -> None:
+    def listed() -> list[list[tuple[str, str]]]:
+        files = [EpisodeFile(path) for _, _, path in recorded_files(tmp_path / "x")]
+        return [[(row["set"], row["task"]) for row in file.listing()] for file in files]
+
+    keeper = EpisodeKeeper(tmp_path / "x", Config(models=("x",)), small_tokenizer)
+    most_lost = 0
+    for number in range(40):
+        task = Task(id=str(number), source="a", messages=())
+        keeper.add("a" if number % 2 else "b", [episode_of(task, 1.0), episode_of(task, 0.0)])
+        if keeper._writing is not None:
+            await keeper._writing
+        num_kept = len(listed()[0]) // 2 if listed() else 0
+        assert number + 1 - num_kept <= max(7, num_kept // 4)
+        most_lost = max(most_lost, number + 1 - num_kept)
+    assert most_lost == 7, "not each task is written alone"
+    # What is killed here is read whole, and goes on in a file of its own.
+    resumed = EpisodeKeeper(tmp_path / "x", Config(models=("x",)), small_tokenizer)
+    resumed.add("a", [episode_of(task, 1.0)])
+    await resumed.close()
+    await keeper.close()
+    expected = [("b", str(number)) for number in range(0, 40, 2)] + [("a", str(number)) for number in range(1, 40, 2)]
+    first, second = listed()
+    assert (first[::2], first[1::2], second) == (expected, expected, [("a", "39")])
+    # A full disk is told of once, at the end, if there is no room then.
+    (tmp_path / "y").write_text("no folder")
+    blocked = EpisodeKeeper(tmp_path / "y", Config(models=("x",)), small_tokenizer)
+    for _ in range(9):
+        blocked.add("a", [episode_of(task, 1.0)])
+    with pytest.raises(CheckpointError, match=r"y.* cannot be written: Not a directory"):
+        await blocked.close()
 
 
 class Twice:

@@ -146,11 +146,14 @@ def test_only_first_evaluations_or_runs_in_rounds_have_one_version() -> None:
         assert evaluation.one_version is expected
         assert (evaluation.version, evaluation.sampling) == (3, Sampling(max_tokens=7, temperature=0.0))
         evaluator.rollback(step)
-        evaluator.restart()
-        assert (evaluator.step, len(rollouts.started)) == (step, 2), "the weights are the same"
+        evaluator.restart(step, version=4)
+        assert (evaluator.step, rollouts.started[1].version) == (step, 4), "the weights are the same"
+        evaluator.rollback(step)
+        evaluator.restart(step + 1, version=9)
+        assert (evaluator.step, rollouts.started[2].version) == (step, 4), "the weights are of a later step"
         evaluator.rollback(step - 1)
-        evaluator.restart()
-        assert (evaluator.step, len(rollouts.started)) == (None, 2)
+        evaluator.restart(step - 1, version=5)
+        assert (evaluator.step, len(rollouts.started)) == (None, 3)
 
 
 def test_a_task_may_be_in_two_sets_and_pass_at_k_uses_the_threshold() -> None:

@@ -323,7 +323,7 @@ def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:
             start(config, loss=loss, sources=rows, **given)
     assert ExampleConfig(trainer=Trainer.Config(seq_len=64)).trainer.longest_row == 64
     with pytest.raises(ConfigError, match="episodes can have 1024 tokens"):
-        RunConfig(trainer=Trainer.Config(seq_len=64))
+        RunConfig(trainer=Trainer.Config(seq_len=64)).check_effects()
     assert RunConfig().starts_engines
 
 

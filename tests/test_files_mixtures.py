@@ -5,14 +5,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.data.sources import Columns, IterableSource, TableSource, hub
 from forge_rl.data.sources.files import find_files
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
-from tests.test_files import build, draw, questions, rows, source, write_jsonl
+from recipes import grpo
+from tests.test_files import build, draw, questions, rows, source, write_gz, write_jsonl
 
 
 def test_files_and_generated_tasks_mix_with_their_own_instructions(tmp_path: Path) -> None:
@@ -41,6 +45,27 @@ def test_patterns_folders_and_named_tasks_are_sources(tmp_path: Path, monkeypatc
         mixture = build(named, held_out_share=0.01) if "/" in named else build("./" + named, held_out_share=0.01)
         assert list(mixture) == [name]
         assert len({mixture.draw_from(name).id for _ in range(6)}) == 6
+
+
+def test_configurations_of_a_data_set_are_not_read_as_one(tmp_path: Path) -> None:
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train-00000-of-00001.jsonl", rows(6))
+    with pytest.raises(TaskError, match=r"several configurations of a data set, .*: main, socratic\n.*/\*\*/\*\.jsonl"):
+        build(str(tmp_path))
+    for named, count in ((f"{tmp_path}/main", 6), (f"{tmp_path}/**/*.jsonl", 12)):
+        assert len(find_files(named)) == count // 6
+
+
+def test_copies_of_files_are_in_the_cache_of_the_run(tmp_path: Path) -> None:
+    path = write_gz(tmp_path / "a.jsonl.gz", rows(6))
+    cache = tmp_path / "cache"
+    mixture = DataConfig().build([str(path)], seed=0, eval_tasks=[f"b={path}"], cache=cache)
+    assert mixture.draw_from("a").source == "a"
+    assert [file.suffix for file in (cache / "tables").iterdir() if not file.name.startswith(".")] == [".jsonl"]
+    config = grpo.Config(tasks=(str(path),), cache=tmp_path / "of the run")
+    assert config.sources(lambda task: None).draw_from("a").source == "a"  # type: ignore[arg-type,return-value]
+    assert [*(tmp_path / "of the run" / "tables").glob("*.jsonl")]
 
 
 def test_a_plain_name_is_a_data_set_before_it_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +116,23 @@ def test_a_hub_id_is_read_from_the_files_that_datasets_made_of_it(
         assert sorted(questions(draw(found, count))) == sorted(expected)
 
 
+def refused_by_hub(status: int, message: str) -> Exception:
+    """The error that `datasets` raises for an answer of the hub."""
+    response = httpx.Response(status, headers={"x-error-message": message}, request=httpx.Request("GET", "http://hub"))
+    error = ConnectionError("Couldn't reach 'org/nothing' on the Hub (HfHubHTTPError)")
+    error.__cause__ = HfHubHTTPError(f"status {status}", response=response, server_message=message or None)
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
         (ConnectionError("no route"), "cannot get the data set 'org/nothing' from the hub: the hub cannot be reached"),
+        (
+            refused_by_hub(403, "not with this token"),
+            r"the hub answers with status 403: not with this token\n.*hf auth login",
+        ),
+        (refused_by_hub(503, ""), "the hub answers with status 503"),
         (ValueError("Unknown split 'dev'"), r"from the hub: Unknown split 'dev'\n.*:config=NAME,split=NAME"),
     ],
 )

@@ -119,6 +119,13 @@ SHOWN: list[tuple[Columns, Mapping[str, object], list[dict[str, object]], dict[s
     ),
     (Columns(), {"prompt": "2+3?"}, [{"role": "user", "content": "2+3?"}], {}),
     (
+        Columns(),
+        {"prompt": json.dumps([{"role": "user", "content": "2+3?"}], indent=1)},
+        [{"role": "user", "content": "2+3?"}],
+        {},
+    ),
+    (Columns(), {"prompt": "[ 2+3 ]"}, [{"role": "user", "content": "[ 2+3 ]"}], {}),
+    (
         Columns(template="{{ a }} + {{ b }} = ?\n"),
         {"a": 2, "b": 3},
         [{"role": "user", "content": "2 + 3 = ?"}],

@@ -14,7 +14,7 @@ import pytest
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.context import with_longest_context
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.harness import lm_eval
 from forge_rl.harness.lm_eval import Endpoint, LmEvalConfig, find_python, lm_eval_settings, run_lm_eval, scores_of
 from forge_rl.services.generator import Generator
@@ -82,6 +82,15 @@ def test_a_failure_is_told_by_its_last_line(tmp_path: Path):
     with pytest.raises(ForgeError, match=r"ended with status 1: ValueError: Tasks not found: \\x1b\[2Jnone") as caught:
         run(peer(tmp_path), tmp_path / "out", "none")
     assert "lm-eval.log" in caught.value.hint
+
+
+@pytest.mark.parametrize("file", ["lm-eval.log", ".settings.json.partial"])
+def test_a_full_disk_is_one_clear_message(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("forge_rl.harness.lm_eval.make_private", lambda *_, **__: None)  # refuses links
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / file).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"cannot write .*out/(lm-eval\.log|settings\.json): no space left"):
+        run(peer(tmp_path), tmp_path / "out")
 
 
 async def test_it_ends_with_the_task_that_waits_for_it(tmp_path: Path):

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,6 +195,30 @@ def test_held_out_tasks_follow_the_shares() -> None:
 
 def test_the_repr_is_a_table() -> None:
     assert repr(_mixture(math=3, words=1)) == ("source  weight   share\nmath         3   75.0%\nwords        1   25.0%")
+
+
+@pytest.mark.parametrize("adapt", ["off", "success"])
+def test_weights_computed_with_numpy_or_pytorch_are_json(adapt: Literal["off", "success"]) -> None:
+    mixture = _mixture(a=np.float32(0.5), b=np.int64(2))  # type: ignore[arg-type]
+    mixture.adapt(Adapting(adapt=adapt, target=np.float32(0.5)))  # type: ignore[arg-type]
+    mixture["a"] = np.float32(0.25)  # type: ignore[assignment]
+    assert mixture["a"] == 0.25
+    mixture.update({"b": torch.tensor(0.5)})  # type: ignore[dict-item]
+    resumed = _mixture(a=1, b=1)
+    resumed.restore(json.loads(json.dumps(mixture.state())))
+    assert resumed.state() == mixture.state()
+    assert (resumed["a"], resumed["b"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize("adapt", ["off", "success"])
+@pytest.mark.parametrize("weight", [True, "0.5", None, [0.5, 0.5], torch.ones(2), np.ones(2)])
+def test_a_weight_that_is_no_number_is_refused(weight: object, adapt: Literal["off", "success"]) -> None:
+    mixture = _mixture(a=1, b=1)
+    mixture.adapt(Adapting(adapt=adapt))
+    before = mixture.state()
+    with pytest.raises(TaskError, match=r"the weight of 'b' is .*"):
+        mixture.update({"a": 0.25, "b": weight})  # type: ignore[dict-item]
+    assert mixture.state() == before
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])

@@ -242,10 +242,11 @@ def test_gradients_of_layers_with_their_inputs_in_host_memory_are_the_same(
 
 
 def test_activations_are_offloaded_where_they_can_be(monkeypatch: pytest.MonkeyPatch):
+    offloading = TrainerConfig(enable_activation_offload=True, activation_checkpointing="full")
     with pytest.raises(ConfigError, match="in host memory already"):
-        TrainerConfig(enable_activation_offload=True, activation_checkpointing="full")
+        offloading.check_devices()
     monkeypatch.setattr(trainer_config, "device_type", lambda: "cuda")
-    TrainerConfig(enable_activation_offload=True, activation_checkpointing="full")
+    TrainerConfig(enable_activation_offload=True, activation_checkpointing="full").check_devices()
     with pytest.raises(ConfigError, match="selective keeps more"):
         TrainerConfig(enable_activation_offload=True, activation_checkpointing="selective")
 

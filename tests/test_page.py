@@ -191,6 +191,8 @@ def test_a_report_holds_the_extremes_of_each_step_whole_within_its_bounds(tmp_pa
     assert whole(page) == []
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write(report.Config(run=run, out=tmp_path / "none" / "page.html"))
+    with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
+        report.write(report.Config(run=run, out=page / "page.html"))
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".html"] == ["run"]
 
 

@@ -23,7 +23,8 @@ from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.seats import ReplicaSize, Seat, Seats, ServiceHosts, ranks_by_host
 from forge_rl.services import host_actor
 from forge_rl.services.generator_config import GeneratorConfig
-from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
+from recipes import ppo
 
 CPU = HostInfo(kind="cpu", gpus=(), gpu_bytes=0, cores=8, memory_bytes=1 << 34, space="machine 0")
 GPU = replace(CPU, kind="cuda", gpus=("0", "1", "5", "GPU-7"), gpu_bytes=80 << 30, cores=64)
@@ -103,6 +104,25 @@ def test_devices_of_the_hosts_stand_for_those_of_the_controller():
     assert device_type() == "cpu"
 
 
+def test_flags_of_one_kind_of_device_are_checked_once_the_hosts_are_known():
+    trainer, generator = TrainerConfig(enable_cpu_offload=True), GeneratorConfig(enforce_eager=True)
+    for settings, problem in (
+        ({"trainer": trainer}, "in host memory already"),
+        ({"critic": CriticConfig(stays_on_device=True)}, "moved nowhere while engines decode"),
+        ({"generator": generator}, "--generator.enforce-eager has no effect, as engines would run on CPU"),
+    ):
+        config = ppo.Config(job="slurm:nodes=1", **settings)  # type: ignore[arg-type]
+        config.check_effects()
+        with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
+            replace(config, trainer=replace(config.trainer, seq_len=0)).check_effects()
+        with standing_for(Devices(kind="cpu", gpus=0, gpu_bytes=0)), pytest.raises(ConfigError, match=problem):
+            config.check_effects()
+    odd = ppo.Config(job="slurm:nodes=1", trainer=TrainerConfig(seq_len=1100))
+    odd.check_effects()
+    with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)), pytest.raises(ConfigError, match="a row of 1100"):
+        odd.check_effects()
+
+
 def test_settings_with_the_controllers_default_get_the_hosts():
     run_config = RunConfig(generator=GeneratorConfig(max_num_seqs=8))
     run_hosts = RunHosts(
@@ -121,6 +141,9 @@ def test_settings_with_the_controllers_default_get_the_hosts():
         adapted_config = run_hosts.adapted(named)
     assert (adapted_config.trainer.seq_len, adapted_config.generator.max_num_seqs) == (1024, 64)
     assert adapted_config.generator.gpu_memory_utilization == 0
+    with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
+        adapted_critic = found.adapted(ppo.Config(critic=CriticConfig(epochs=2))).critic
+    assert (adapted_critic.seq_len, adapted_critic.epochs) == (0, 2)
 
 
 def cluster_without(*lost: str) -> Cluster:

@@ -23,7 +23,7 @@ from forge_rl.run.launch import _show_plan
 from recipes import agent_openai, dapo, grpo, reinforce, sft
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "distill": 45}
+MOST = {"reinforce": 15, "dapo": 22, "ppo": 34, "distill": 45}
 MOST |= {"sft": 22, "dpo": 17, "reward_model": 17}
 MOST |= {"agent_command": 36, "agent_openai": 52, "code": 46, "mixture": 52, "tools": 54, "tree_search": 48}
 MOST |= {"adapters": 30}
@@ -168,6 +168,7 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--env game --reward.deadline-s 5", "--reward.deadline-s has no effect, as the environment scores"),
         ("ppo", "--gae.length-adaptive-alpha 0.05 --gae.lambda-policy 0.9", "--gae.lambda-policy 0.9 has no effect"),
         ("ppo", "--gae.length-adaptive-alpha 0.05", ""),
+        ("ppo", "--value-pretraining-steps -1", "--value-pretraining-steps is -1"),
         ("ppo", "--critic.router-replay", "--critic.router-replay repeats the experts that engines chose"),
         ("grpo", "--data.max-bad-rows 0.1", "--data.max-bad-rows is of files"),
         ("grpo", "--data.overlap leave-out", "--data.overlap is of --eval-tasks, and there are none"),
@@ -203,6 +204,14 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
         ("grpo", "--job process:2,most_replaced=1 --trainer.wait-for-host-s 5", ""),
         ("grpo", "--job process:2 --generator.enforce-eager", "as engines would run on CPU"),
         ("grpo", "--job slurm:nodes=1 --generator.enforce-eager --generator.gpu-memory-utilization 0.6", ""),
+        ("grpo", "--job slurm:nodes=1 --trainer.enable-cpu-offload --trainer.stays-on-device", ""),
+        ("grpo", "--job slurm:nodes=1 --trainer.seq-len 0", ""),
+        ("grpo", "--job slurm:nodes=1 --generator.max-model-len 4096", ""),
+        ("ppo", "--job slurm:nodes=1 --critic.enable-cpu-offload", ""),
+        ("grpo", "--job process:2 --trainer.enable-cpu-offload", "on a CPU, so weights and optimizer state are in"),
+        ("grpo", "--trainer.seq-len 0", "--trainer.seq-len is 0"),
+        ("grpo", "--generator.max-model-len 4096", "episodes can have 4096 tokens, but a row"),
+        ("ppo", "--critic.enable-cpu-offload", "on a CPU, so weights and optimizer state are in"),
         ("grpo", "--lora.rank 4 --lora.alpha 64", ""),
         ("grpo", "--generator.max-loras 2 --generator.max-lora-rank 32", ""),
         ("distill", "--teachers.models policy", ""),

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from forge_rl.algorithms.entropy import AdaptiveEntropy
@@ -162,11 +163,19 @@ async def test_a_reset_restores_the_first_weights_under_a_new_version(
     assert (parts.batches, checkpointer.step, scores_of(checkpointer)) == (0, 0, {0: 0.1})
     assert (checkpointer._evaluator.step, entropy.coefficient) == (None, 0.5)
     assert not checkpointer.trained
+    checkpointer._evaluator.start(0, 1)
+    parts.version, checkpointer._first["mixture"] = 2, {}
+    await checkpointer.reset(3)
+    assert [evaluation.version for evaluation in parts.evaluations] == [1, 1, 2], "the weights are the same"
+    checkpointer._evaluator.rollback(-1)
     parts.step(checkpointer)
     await save(checkpointer)
     with pytest.raises(ConfigError, match="the run has checkpoints in"):
         await checkpointer.reset(3)
     assert checkpointer.step == 1
+    entropy._coefficient = np.float32(0.5)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the state of entropy is not JSON: .*float32"):
+        parts.step(checkpointer)
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ async def test_interrupted_evaluations_of_examples_are_generated_again() -> None
             await run_until_idle()
             assert not [*executor._scheduler.planner.groups()]
         evaluator.rollback(0)
-        evaluator.restart()
+        evaluator.restart(0, 0)
     await evaluator.finish()
     assert published == [0, 1, 2]
     result = evaluator.pop()

@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import shutil
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any, ClassVar
 
 import pytest
 
+import forge_rl as rl
 import recipes
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.flags.categories import Category, OfCommand, Operational, Tunable
 from forge_rl.flags.fields import flags_of
+from forge_rl.gateway.agent_command import AgentCommand, AgentFunction
+from forge_rl.rollout.agent_runner import Agent
 from forge_rl.run.checkpoints.files import Checkpoints
 from forge_rl.run.records import run_dir
 from forge_rl.run.records.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
@@ -272,6 +276,31 @@ def test_edited_code_is_refused_once_there_is_something_to_continue(
     with pytest.raises(ConfigError, match=change):
         choose_folder(Config(), "grpo", run, edited)
     choose_folder(Config(force_continue=True), "grpo", run, edited)
+
+
+def test_an_edit_of_an_agents_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("def solve(task): return '5'")
+    agents: list[Agent | str] = ["agent.py:solve", "agent:solve", AgentFunction("agent.py:solve")]
+    agents += [AgentCommand("python agent.py --turns 3"), AgentCommand([sys.executable, str(tmp_path / "agent.py")])]
+    rows = [{"question": "1?", "answer": "1"}]
+    for agent in agents:
+
+        def digests(agent: Agent | str = agent) -> dict[str, str]:
+            starting = rl.start(
+                grpo.Config(), loss=rl.build_loss(["clipped"]), sources=rows, reward=lambda task, text: 1.0, agent=agent
+            )
+            return starting._code()
+
+        (tmp_path / "agent.py").write_text("def solve(task): return '5'")
+        code = digests()
+        (tmp_path / "agent.py").write_text("# said again\ndef solve(task):\n    return '5'")
+        assert digests() == code
+        (tmp_path / "agent.py").write_text("def solve(task): return '6'")
+        assert {name for name, digest in digests().items() if digest != code[name]} == {"agent.py"}, agent
+    (tmp_path / "agent.py").write_text("def")
+    assert digests().keys() == code.keys()
+    assert AgentCommand([sys.executable, "-c", "x" * 9999]).files == ()
 
 
 def test_files_of_one_name_have_a_digest_each(tmp_path: Path) -> None:

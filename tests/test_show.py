@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -201,6 +202,14 @@ def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -
         text = shown(config, width=4000)
         assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert markup in text
+    for name, values in (("task", [None]), ("source", [None]), ("tokens", [None]), ("reward", [math.nan])):
+        field = table.schema.field(name)
+        hostile = table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+        pq.write_table(hostile, path)
+        for config in (show.Config(run=place, kind="failed"), show.Config(run=place, task="t", worst=True)):
+            with pytest.raises(ForgeError, match=rf"000002-failed\.parquet cannot be read: .*{name}"):
+                shown(config)
+    path.unlink()
     (place / "episodes" / "000003-trained.parquet").write_bytes(b"PAR1")
     with pytest.raises(ForgeError, match=r"000003-trained\.parquet cannot be read"):
         shown(show.Config(run=place))

@@ -46,6 +46,9 @@ class Adapting:
             maximum={"most": 1},
             below={"target": 1, "momentum": 1},
         )
+        # Code may compute settings with NumPy, whose numbers JSON does not know and a checkpoint could not hold.
+        for name in ("least", "most", "target", "momentum"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.least > self.most:
             raise ConfigError(
                 f"--mixture.least is {self.least:g}, above --mixture.most {self.most:g}",

@@ -21,7 +21,7 @@ from forge_rl.data.sources import (
     TableSource,
     hub,
 )
-from forge_rl.data.sources.files import find_files, is_path, open_tables
+from forge_rl.data.sources.files import TABLES, find_files, is_path, open_tables
 from forge_rl.data.sources.reasoning_gym import has_dataset
 from forge_rl.data.sources.rows import Kind
 from forge_rl.data.sources.tables import Table
@@ -58,6 +58,19 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Use:
+    """What sources are built for."""
+
+    seed: int
+    kind: Kind
+    cache: Path | None
+    is_trained: bool
+    """False if all of their rows are held out."""
+    is_evaluated: bool
+    """Whether there are sources to evaluate on."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Settings for tasks from files, the hub or reasoning-gym: how prompts are built and which tasks are held out.
 
@@ -88,7 +101,13 @@ class DataConfig:
             )
 
     def build(
-        self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = (), kind: Kind = "prompt"
+        self,
+        tasks: Sequence[str],
+        *,
+        seed: int,
+        eval_tasks: Sequence[str] = (),
+        kind: Kind = "prompt",
+        cache: Path | None = None,
     ) -> Mixture:
         """Build the mixture of tasks given as texts, see `flags.texts.parse`; the seed orders training tasks.
 
@@ -99,6 +118,7 @@ class DataConfig:
         Args:
             eval_tasks: evaluation-only tasks, in the same form; see Mixture.eval_sets.
             kind: what the rows of files and of code are; see `Columns`.
+            cache: folder for copies and indexes of files; by default the user's.
 
         Raises:
             ConfigError: `tasks` is empty, or a setting acts on none of them.
@@ -110,8 +130,9 @@ class DataConfig:
         specs = _parsed(tasks, "--tasks")
         # A flag without effect is refused: a user who sets it expects something that would not happen.
         self._check_effects([*specs, *_parsed(eval_tasks, "--eval-tasks")], has_eval_tasks=bool(eval_tasks))
-        sources = self._sources(specs, seed, kind, is_trained=True, is_evaluated=bool(eval_tasks))
-        held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
+        use = _Use(seed=seed, kind=kind, cache=cache, is_trained=True, is_evaluated=bool(eval_tasks))
+        sources = self._sources(specs, use)
+        held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind, cache=cache)
         return Mixture(
             sources,
             {name: spec.weight for name, spec in zip(sources, specs, strict=True)},
@@ -136,21 +157,27 @@ class DataConfig:
             raise ConfigError(message, hint=f"leave out {message.split()[0]}")
 
     def eval_sources(
-        self, tasks: Sequence[str], *, seed: int, kind: Kind = "prompt", flag: str = "--eval-tasks"
+        self,
+        tasks: Sequence[str],
+        *,
+        seed: int,
+        kind: Kind = "prompt",
+        flag: str = "--eval-tasks",
+        cache: Path | None = None,
     ) -> dict[str, Source]:
         """Build evaluation-only sources by set name: all rows of files, and the held-out part of generated tasks.
 
         Args:
             flag: the flag with the texts, for errors.
+            cache: see `build`.
 
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources(_parsed(tasks, flag), seed, kind, is_trained=False, is_evaluated=True)
+        use = _Use(seed=seed, kind=kind, cache=cache, is_trained=False, is_evaluated=True)
+        return self._sources(_parsed(tasks, flag), use)
 
-    def _sources(
-        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
-    ) -> dict[str, Source]:
+    def _sources(self, specs: Sequence[FlagText], use: _Use) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
         for spec, short in zip(specs, names, strict=True):
@@ -160,31 +187,31 @@ class DataConfig:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
-            sources[name] = self._source(name, spec, seed, kind, is_trained=is_trained, is_evaluated=is_evaluated)
+            sources[name] = self._source(name, spec, use)
         return sources
 
-    def _source(
-        self, name: str, spec: FlagText, seed: int, kind: Kind, *, is_trained: bool, is_evaluated: bool
-    ) -> Source:
+    def _source(self, name: str, spec: FlagText, use: _Use) -> Source:
         if _is_generated(spec):
-            if kind == "pair":
+            if use.kind == "pair":
                 raise spec.wrong(
                     "generated tasks have no preferred answers", "give a file with the columns prompt, chosen, rejected"
                 )
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
-            return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
+            return ReasoningGymSource(spec.name, spec.params, use.seed, share, name, instruction, self.system)
         # With evaluation files of their own, training files need not give up rows.
-        share = (0.0 if is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
+        share = (0.0 if use.is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, spec.flag)
-            return IterableSource(name, items, seed, share if is_trained else 1.0, self._columns(spec, kind))
+            return IterableSource(
+                name, items, use.seed, share if use.is_trained else 1.0, self._columns(spec, use.kind)
+            )
         return TableSource(
             name,
-            _tables(spec),
-            self._columns(spec, kind),
-            seed=seed,
-            held_out_share=share if is_trained else 1.0,
+            _tables(spec, use.cache),
+            self._columns(spec, use.kind),
+            seed=use.seed,
+            held_out_share=share if use.is_trained else 1.0,
             max_bad_rows=self.max_bad_rows,
         )
 
@@ -231,7 +258,7 @@ def _names_prompt(spec: FlagText) -> bool:
     return "question" in spec.raw_params or "messages" in spec.raw_params
 
 
-def _tables(spec: FlagText) -> list[Table]:
+def _tables(spec: FlagText, cache: Path | None) -> list[Table]:
     if is_path(spec.name) or not is_hub_id(spec.name):
         split = spec.raw_params.get("split", "")
         paths = find_files(spec.name, split=split)
@@ -248,7 +275,7 @@ def _tables(spec: FlagText) -> list[Table]:
                 f"the files are of several splits: {', '.join(sorted(splits))}",
                 f"name one split's files by a pattern, such as {_pattern(spec.name, 'train')}",
             )
-        return open_tables(paths)
+        return open_tables(paths, cache and cache / TABLES)
     return [hub.fetch(spec.name, **{key: spec.raw_params.get(key, "") for key in _HUB_KEYS})]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from forge_rl.data.sources.messages import read_messages
 from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import ModelError, TaskError
 from forge_rl.tokens.message_form import THOUGHT_KEYS
+from forge_rl.tokens.prefix_encoder import PrefixEncoder, shared_length
 from forge_rl.tokens.stops import final_stop
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task, Turn
@@ -110,26 +110,33 @@ def _episode(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Epi
     if not places:
         raise TaskError("all its answers have weight 0, so none is trained", hint="leave the row out")
     turns: list[Turn] = []
-    first = 0  # of the messages that no earlier turn has checked
+    encoder = tokenizer.prefix_encoder()
+    first = num_checked = 0  # messages and tokens that earlier turns have checked
     for place in places:
         # Each answer is rendered as the last message, as it was when the model wrote it; templates may shorten earlier
         # ones.
-        turn = _turn(task, messages[: place + 1], tokenizer)
-        check_context(messages[first:place], turn.prompt_ids, tokenizer, first=first + 1)
+        turn = _turn(task, messages[: place + 1], tokenizer, encoder)
+        if turns and not np.array_equal(turns[-1].prompt_ids, turn.prompt_ids[:num_checked]):
+            num_checked = 0
+        try:
+            check_context(messages[first:place], turn.prompt_ids[num_checked:], tokenizer, first=first + 1)
+        except TaskError:
+            # A template may write a later message before earlier ones, as Mistral's does with a system message.
+            check_context(messages[first:place], turn.prompt_ids, tokenizer, first=first + 1)
         check_answer(messages[place], place + 1, turn.token_ids, tokenizer)
         turns.append(turn)
-        first = place + 1
+        first, num_checked = place + 1, len(turn.prompt_ids)
     return Episode(task=task, turns=tuple(turns))
 
 
-def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn:
+def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer, encoder: PrefixEncoder) -> Turn:
     """Return the turn of the last of these messages."""
     # The answer's tokens are those that it adds: what the conversation has after what it shares with the prompt.
-    conversation_ids = _rendered(task, messages, tokenizer)
-    prompt_ids = _rendered(task, messages[:-1], tokenizer, add_generation_prompt=True)
-    begin = _shared(prompt_ids, conversation_ids)
+    conversation_ids = _rendered(task, messages, tokenizer, encoder)
+    prompt_ids = _rendered(task, messages[:-1], tokenizer, encoder, add_generation_prompt=True)
+    begin = shared_length(prompt_ids, conversation_ids)
     # Some templates open an assistant's turn with more than all answers have, such as <think>.
-    if begin < len(prompt_ids) and begin < len(_rendered(task, messages[:-1], tokenizer)):
+    if begin < len(prompt_ids) and begin < len(_rendered(task, messages[:-1], tokenizer, encoder)):
         # gpt-oss's leaves out the thoughts before an answer once that is there; who writes it still sees them.
         answer_ids = _after(_last_message(task, messages[:-1], prompt_ids, tokenizer), conversation_ids)
         if answer_ids is None:
@@ -149,12 +156,12 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
 
 
 def _last_message(
-    task: Task, messages: Sequence[Message], prompt: Sequence[int], tokenizer: Tokenizer
+    task: Task, messages: Sequence[Message], prompt: tuple[int, ...], tokenizer: Tokenizer
 ) -> Sequence[int]:
     """Return the tokens of a prompt from its last message on, if an answer before that has thoughts, or else none."""
     if not any(message.get(key) for message in messages[:-1] for key in THOUGHT_KEYS):
         return ()
-    return prompt[_shared(prompt, _rendered(task, messages[:-1], tokenizer)) :]
+    return prompt[shared_length(prompt, _rendered(task, messages[:-1], tokenizer)) :]
 
 
 def _after(part: Sequence[int], ids: Sequence[int]) -> Sequence[int] | None:
@@ -176,17 +183,19 @@ def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Ep
 
 
 def _rendered(
-    task: Task, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool = False
+    task: Task,
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    encoder: PrefixEncoder | None = None,
+    *,
+    add_generation_prompt: bool = False,
 ) -> tuple[int, ...]:
     try:
-        return tokenizer.render(messages, add_generation_prompt=add_generation_prompt, tools=task.tools)
+        return tokenizer.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=task.tools, encoder=encoder
+        )
     except ModelError as error:
         raise TaskError(error.message, hint=error.hint) from error
-
-
-def _shared(first_ids: Sequence[int], second_ids: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first_ids, second_ids, strict=False)))
 
 
 def _refused(problem: str) -> TaskError:

@@ -16,6 +16,7 @@ from forge_rl.system.listeners import Listeners
 from forge_rl.types import Group, Task
 
 _MOST_WEIGHT = 1e9
+_WEIGHT_HINT = f"set a number from 0 to {_MOST_WEIGHT:g}"
 
 
 class Mixture:
@@ -123,6 +124,7 @@ class Mixture:
             TaskError: a weight is refused; nothing has then changed.
         """
         old_weights = {name: self[name] for name in weights}
+        weights = {name: _as_number(name, weight) for name, weight in weights.items()}
         if self._adaptive is not None:
             # All weights are set or none: several are pinned one by one, and a later one may be refused.
             old_pinned = dict(self._adaptive.pinned)
@@ -289,10 +291,11 @@ class Mixture:
             raise TaskError(f"no source named {name!r}", hint=f"the mixture has: {', '.join(self._sources)}")
         return name
 
-    def _checked(self, weights: dict[str, float]) -> dict[str, float]:
+    def _checked(self, weights: Mapping[str, float]) -> dict[str, float]:
+        weights = {name: _as_number(name, weight) for name, weight in weights.items()}
         for name, weight in weights.items():
             if not 0 <= weight <= _MOST_WEIGHT:
-                raise TaskError(f"the weight of {name!r} is {weight}", hint=f"set a number from 0 to {_MOST_WEIGHT:g}")
+                raise TaskError(f"the weight of {name!r} is {weight:g}", hint=_WEIGHT_HINT)
         if not any(weight for name, weight in weights.items() if name not in self._left_out):
             without = f" without {', '.join(sorted(self._left_out))}" if self._left_out else ""
             raise TaskError(f"all weights{without} are 0: {weights}", hint="give another source a weight above 0")
@@ -325,6 +328,21 @@ def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
     for name, source in sources.items():
         named_sources[name] = source if isinstance(source, Source) else IterableSource(name, source, seed)
     return Mixture(named_sources)
+
+
+def _as_number(name: str, weight: object) -> float:
+    """Return a source's weight as a float, which JSON can hold; NumPy's and PyTorch's numbers are none to it.
+
+    Raises:
+        TaskError: it is no number.
+    """
+    # A text is a number to `float`, and a truth value to both.
+    if not isinstance(weight, str | bytes | bool):
+        try:
+            return float(weight)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    raise TaskError(f"the weight of {name!r} is {weight!r:.80}", hint=_WEIGHT_HINT)
 
 
 def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], groups: int) -> list[str]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from pathlib import Path
 
 from rich.console import Group
 from rich.panel import Panel
@@ -37,27 +38,27 @@ class MeasuredTasks:
     note: str = ""
 
 
-def guess_kind(data: DataConfig, tasks: Sequence[str], *, seed: int) -> Kind:
+def guess_kind(data: DataConfig, tasks: Sequence[str], *, seed: int, cache: Path) -> Kind:
     """Return what the rows of a mixture are, by one row of each source: prompts, unless they can only be read as
-    conversations or pairs, or have their columns.
+    conversations or pairs, or have their columns; arguments as for `DataConfig.build`.
 
     Raises:
         ForgeError: the sources cannot be built.
     """
     columns: set[str] = set()
     try:
-        for name in (mixture := data.build(tasks, seed=seed)):
+        for name in (mixture := data.build(tasks, seed=seed, cache=cache)):
             columns |= mixture.draw_from(name).truth.keys()
     except TaskError:
         # Rows that are not prompts fail to be read as such; the other kinds are tried in turn.
         readable: tuple[Kind, ...] = ("conversation", "pair")
-        return next((kind for kind in readable if _reads(data, tasks, kind, seed=seed)), "prompt")
+        return next((kind for kind in readable if _reads(data, tasks, kind, seed=seed, cache=cache)), "prompt")
     return "pair" if {"chosen", "rejected"} <= columns else "conversation" if "completion" in columns else "prompt"
 
 
-def _reads(data: DataConfig, tasks: Sequence[str], kind: Kind, *, seed: int) -> bool:
+def _reads(data: DataConfig, tasks: Sequence[str], kind: Kind, *, seed: int, cache: Path) -> bool:
     try:
-        for name in (mixture := data.build(tasks, seed=seed, kind=kind)):
+        for name in (mixture := data.build(tasks, seed=seed, kind=kind, cache=cache)):
             mixture.draw_from(name)
     except ForgeError:
         return False

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
@@ -46,6 +47,17 @@ def load(text: str, flag: str) -> object:
         raise ConfigError(
             f"{flag} {text}: {place} has no {name}", hint=f"it defines {', '.join(defined_names) or 'nothing'}"
         ) from None
+
+
+def code_files(text: str) -> tuple[Path, ...]:
+    """Return the file of `FILE.py:NAME`, or of `MODULE:NAME` in the working directory, without importing it; none if
+    there is no such file.
+
+    code_files("agents.mine:solve")  # (Path("agents/mine.py"),)
+    """
+    place = text.rpartition(":")[0]
+    path = place if place.endswith(".py") else f"{place.replace('.', '/')}.py"
+    return (Path(path),) if os.path.isfile(path) else ()
 
 
 def send_modules() -> None:

@@ -344,7 +344,7 @@ def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunC
         _choices(generator.tensor_parallel_size, machines.per_host),
     ):
         try:
-            yield replace(
+            candidate = replace(
                 config,
                 placement="separate" if separate else "colocated",
                 trainer=replace(
@@ -362,8 +362,10 @@ def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunC
                     replicas=max(1, devices // (size * generator.data_parallel_size)),
                 ),
             )
+            candidate.check_devices()
         except ConfigError:
             continue
+        yield candidate
 
 
 def _parts(machines: Machines) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Protocol, Self
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import names_code
+from forge_rl.flags.user_code import code_files
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.commands import CommandLimits, CommandResult, run_command
 from forge_rl.system.terminal import visible
@@ -105,6 +106,12 @@ class AgentCommand:
         # A shallow copy would share the list with the original.
         agent.log, agent._failed_starts = log, []
         return agent
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file with its code, whose edit a resumed run refuses; none if the command names none."""
+        file = _script(self.command)
+        return () if file is None else (file,)
 
     def __repr__(self) -> str:
         return f"AgentCommand({shlex.join(self.command)!r})"
@@ -202,6 +209,11 @@ class AgentFunction(AgentCommand):
                 hint="write MODULE:FUNCTION or FILE.py:FUNCTION; for a command line, use AgentCommand(...)",
             )
         super().__init__((sys.executable, "-m", "forge_rl.gateway.agent_child", name), limits)
+        self._name = name
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return code_files(self._name)
 
     def _stdin(self, task: Mapping[str, object], session: Session) -> Mapping[str, object]:
         return {"task": task, "session": {"base_url": session.base_url, "key": session.key}}
@@ -232,14 +244,14 @@ def code_file(agent: str) -> Path | None:
     Raises:
         ConfigError: the line has an open quotation.
     """
-    if names_code(agent):
-        place = agent.rpartition(":")[0]
-        candidates = [place if place.endswith(".py") else f"{place.replace('.', '/')}.py"]
-    else:
-        words = _words(agent)
-        candidates = [*words[1:], *words[:1]]
-    # Unlike Path.is_file, takes arguments of any length, such as a whole program.
-    return next((Path(name) for name in candidates if os.path.isfile(name)), None)
+    return next(iter(code_files(agent)), None) if names_code(agent) else _script(_words(agent))
+
+
+def _script(command: Sequence[str]) -> Path | None:
+    """Return the first argument of a command that is a file, or else its program; None if neither is."""
+    # Unlike Path.is_file, takes arguments of any length, such as a whole program. This interpreter is no agent's code.
+    names = (name for name in (*command[1:], *command[:1]) if name != sys.executable and os.path.isfile(name))
+    return next(map(Path, names), None)
 
 
 def _words(command: str) -> list[str]:

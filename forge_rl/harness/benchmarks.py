@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl.data.sources import Columns, IterableSource, hub
-from forge_rl.data.sources.files import find_files, open_tables
+from forge_rl.data.sources.files import TABLES, find_files, open_tables
 from forge_rl.data.sources.tables import RowError, Table
 from forge_rl.errors import ConfigError, TaskError
 from forge_rl.flags.texts import suggest
@@ -67,15 +67,18 @@ def benchmark(text: str) -> tuple[Benchmark, str, str]:
     return definition, revision.strip(), file.strip()
 
 
-def benchmark_source(text: str) -> IterableSource:
+def benchmark_source(text: str, cache: Path | None = None) -> IterableSource:
     """Return an evaluation-only source with the tasks of NAME[@REVISION][=FILE], in the order of their rows.
+
+    Args:
+        cache: folder for copies and indexes of files; by default the user's.
 
     Raises:
         ConfigError: the benchmark is unknown.
         TaskError: its data set cannot be fetched, or the file does not have its rows.
     """
     definition, revision, file = benchmark(text)
-    tables = _file_tables(definition, file) if file else [_hub_table(definition, revision)]
+    tables = _file_tables(definition, file, cache) if file else [_hub_table(definition, revision)]
     columns = Columns(id=definition.id)
     # A function, so that each pass reads the tables from the start.
     return IterableSource(definition.name, lambda: _rows(definition, tables), held_out_share=1.0, columns=columns)
@@ -94,8 +97,8 @@ def _hub_table(definition: Benchmark, revision: str) -> Table:
         raise TaskError(f"the benchmark {definition.name}: {error.message}", hint=f"{error.hint}; or {hint}") from error
 
 
-def _file_tables(definition: Benchmark, file: str) -> list[Table]:
-    tables = open_tables(find_files(file))
+def _file_tables(definition: Benchmark, file: str, cache: Path | None) -> list[Table]:
+    tables = open_tables(find_files(file), cache and cache / TABLES)
     return [_AnsweredTable(table) for table in tables] if "ground_truth" in definition.columns else tables
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
+from forge_rl.metrics.step_lines import writing
 from forge_rl.runtime.commands import run_command
 from forge_rl.services.policy_backend import most_scored_tokens
 from forge_rl.system.folders import make_private, write_whole
 from forge_rl.system.interpreters import interpreter
+from forge_rl.system.tasks import task_group
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -175,15 +177,17 @@ async def run_lm_eval(
         The results, which also stay in that folder, with the prompts and answers of each document.
 
     Raises:
+        CheckpointError: settings or log cannot be written.
         ForgeError: lm-eval failed; quotes its last line of output.
     """
     out = Path(settings["output_path"])
     make_private(out, CheckpointError, hint="free space there, or choose another --out")
-    write_whole(out / "settings.json", json.dumps(settings, indent=2))
+    with writing(out / "settings.json"):
+        write_whole(out / "settings.json", json.dumps(settings, indent=2))
     # Earlier results in the folder must not pass for this run's.
     log, old_results, rest = out / "lm-eval.log", _results(out), ""
 
-    with log.open("wb") as file:
+    with writing(log), log.open("wb") as file:
 
         def read(part: bytes) -> None:
             nonlocal rest
@@ -198,7 +202,7 @@ async def run_lm_eval(
                 elif _TELLS.match(line):
                     tell(visible(line[:_LONGEST_LINE]))
 
-        process = await run_command(
+        command = run_command(
             [str(python), "-m", "lm_eval", "run", "--config", str(out / "settings.json")],
             None,
             variables={
@@ -210,6 +214,10 @@ async def run_lm_eval(
             stdin=b"",
             observe=read,
         )
+        # In a group, as an error of `read` comes in a group of the command's tasks.
+        async with task_group() as group:
+            running = group.create_task(command)
+    process = running.result()
     new_results = sorted(_results(out) - old_results)
     if process.problem or not new_results:
         problem = process.problem or "ended without results"

@@ -20,6 +20,8 @@ from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_ALWAYS = frozenset(SCALARS) - {"seconds", "began", "reward", "advantage"}
+"""Columns of which a run leaves no value out."""
 _MOST_ROWS = 1 << 20
 _MOST_GROUP_BYTES = 1 << 30
 """Maximum decompressed size of a row group that is read."""
@@ -99,6 +101,7 @@ class EpisodeFile:
 
     def _read_table(self, group: int, columns: list[str] | None) -> pa.Table:
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         try:
             table = self._file.read_row_group(group, columns=columns)
@@ -106,6 +109,12 @@ class EpisodeFile:
             table.validate(full=True)
             if len(table) != self._starts[group + 1] - self._starts[group]:
                 raise ValueError("a row group has another number of rows than it says")
+            for name in _ALWAYS.intersection(table.column_names):
+                if table[name].null_count:
+                    raise ValueError(f"an episode has no {name}")
+            # NaN has no place in an order of rewards, and no scorer gives it.
+            if "reward" in table.column_names and pc.any(pc.is_nan(table["reward"])).as_py():
+                raise ValueError("a reward is not a number")
         except (OSError, ValueError, IndexError, pa.ArrowException) as error:
             raise self._broken(str(error)) from error
         return table

@@ -7,7 +7,7 @@ import glob
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ModelError
 from forge_rl.models.bundled import BUNDLED
@@ -16,8 +16,13 @@ from forge_rl.models.hf_folder import MODEL_FILES, OTHER_FORMATS
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
 
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
 CARD = "README.md"
 """Model card that a run writes with each model that it exports."""
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
+"""Hint where the hub does not know the user."""
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REVISION = re.compile(r"[\w.-]+(/[\w.-]+)*")
 _MAX_SHOWN = 300
@@ -100,23 +105,20 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
         yield
     # hf_xet, which fetches large files, raises plain RuntimeErrors.
     except (errors.HfHubHTTPError, errors.HFValidationError, HTTPError, OSError, RuntimeError) as error:
-        login = "log in with `hf auth login`, or set HF_TOKEN"
         # Without a cached copy, the client puts an error of its own in place of the hub's answer.
         answer = error.__cause__ if isinstance(error.__cause__, errors.HfHubHTTPError) else error
         # From the most specific class to the least: some are subclasses of others.
         match answer:
             case errors.GatedRepoError():
-                cause, hint = "access to it is gated", f"request access on its page, {login}"
+                cause, hint = "access to it is gated", f"request access on its page, {LOGIN}"
             case errors.RevisionNotFoundError():
                 cause, hint = "it has no such revision", "name a branch, a tag or a commit after the @"
             case errors.RepositoryNotFoundError():
-                cause, hint = "the model does not exist or is private", f"check the name, {login}"
+                cause, hint = "the model does not exist or is private", f"check the name, {LOGIN}"
             case errors.IncompleteSnapshotError():
                 cause, hint = "the hub cannot be reached, and the cache has only a part of it", "check the network"
             case errors.HfHubHTTPError():
-                status = answer.response.status_code
-                cause = f"the hub answers with status {status}: {_first_line(answer.server_message or str(answer))}"
-                hint = login if status in (401, 403) else "try again"
+                cause, hint = refusal_of(answer)
             case errors.LocalEntryNotFoundError():
                 cause, hint = "the hub cannot be reached, and the model is not in its cache", "check the network"
             case errors.OfflineModeIsEnabled():
@@ -126,6 +128,13 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
             case _:
                 cause, hint = _first_line(str(error)) or type(error).__name__, "try again"
         raise ModelError(f"{problem}: {cause}", hint=f"{hint}, {way_out}") from error
+
+
+def refusal_of(answer: HfHubHTTPError) -> tuple[str, str]:
+    """Return what the hub answered in place of what was asked for, and a hint."""
+    status = answer.response.status_code
+    cause = f"the hub answers with status {status}: {_first_line(answer.server_message or str(answer))}"
+    return cause, LOGIN if status in (401, 403) else "try again"
 
 
 def _first_line(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
-from forge_rl.engines.devices import device_type
+from forge_rl.engines.devices import device_type, hosts_devices
 from forge_rl.engines.lora_config import LoRAConfig
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import changes_of, names_in
@@ -93,8 +93,7 @@ SWITCHES: Mapping[str, Switch] = {
     ),
     "engines on GPUs": Switch(
         flags=("generator.gpu_memory_utilization", "generator.enforce_eager"),
-        # Hosts of other jobs may have GPUs where this machine, such as a login node, has none.
-        is_on=lambda config: device_type() != "cpu" or config.job.partition(":")[0] not in ("local", "process"),
+        is_on=lambda config: device_type() != "cpu" or not knows_devices(config.job),
         why="engines would run on CPU",
         hint="run it on GPUs",
     ),
@@ -162,6 +161,14 @@ SWITCHES: Mapping[str, Switch] = {
     ),
 }
 """Switches by their own flags. A switch never needs itself, even if it belongs to a group that does."""
+
+
+def knows_devices(job: str) -> bool:
+    """Return whether `device_type` tells what the services of a run run on.
+
+    Hosts of a job may have GPUs where this machine, such as a login node, has none, and are asked once they are there.
+    """
+    return hosts_devices() is not None or job.partition(":")[0] in ("local", "process")
 
 
 def check_switches(config: SwitchedRun) -> None:

@@ -115,4 +115,4 @@ class ExampleConfig(RunConfig):
             ConfigError: no tasks are given.
             TaskError: a source cannot be built.
         """
-        return self.data.build(self.tasks, seed=self.seed, eval_tasks=self.eval_tasks, kind=kind)
+        return self.data.build(self.tasks, seed=self.seed, eval_tasks=self.eval_tasks, kind=kind, cache=self.cache)

@@ -21,7 +21,7 @@ from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.effects import check_switches
+from forge_rl.run.effects import check_switches, knows_devices
 from forge_rl.run.endpoints import address_of, check_reachable
 from forge_rl.run.lora_settings import with_lora, with_served_versions
 from forge_rl.run.placement_flag import read_placement
@@ -32,7 +32,7 @@ from forge_rl.runtime.job_protocol import ReplacingJob
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import RewardService
-from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 
@@ -211,9 +211,10 @@ class RunConfig:
         self._check_sizes()
 
     def check_effects(self) -> None:
-        """Refuse settings that other settings rule out.
+        """Refuse settings that other settings or, once they are known, the run's devices rule out.
 
-        Called before a run starts, and not when a config is made, as a start may fill in settings that stay unused.
+        Called before a run starts, and not when a config is made, as a start may fill in settings that stay unused;
+        again when the hosts of a job are known.
 
         Raises:
             ConfigError: names the flags.
@@ -221,12 +222,32 @@ class RunConfig:
         if unused := changed_flags(self, self.UNUSED):
             raise ConfigError(f"this recipe does not use {unused[0]}", hint="leave it out")
         check_switches(self)
+        if knows_devices(self.job):
+            self.check_devices()
         schedule = self.schedule
         if schedule.max_lag != schedule.lag and changed_flags(self, ("schedule.max_lag",)):
             raise ConfigError(
                 f"--schedule.max-lag is {schedule.max_lag}, but with --schedule.kind {schedule.kind} the lag is "
                 f"{schedule.lag}",
                 hint="leave out --schedule.max-lag, or choose --schedule.kind pipelined or asynchronous",
+            )
+
+    def check_devices(self) -> None:
+        """Refuse settings that the kind of device rules out on which services run.
+
+        Raises:
+            ConfigError: names the flags.
+        """
+        self.trainer.check_devices()
+        if isinstance(critic := getattr(self, "critic", None), CriticConfig):
+            critic.check_devices()
+        if self.starts_engines and 0 < self.trainer.longest_row < self.generator.max_model_len:
+            needed = -(-self.generator.max_model_len // self.trainer.seq_len)
+            raise ConfigError(
+                f"episodes can have {self.generator.max_model_len} tokens, but a row of the trainer only "
+                f"{self.trainer.longest_row}",
+                hint=f"raise --trainer.seq-len, set --trainer.context-parallel-degree to {needed} or more to split "
+                "each row over as many ranks, or lower --generator.max-model-len",
             )
 
     def _check_sizes(self) -> None:
@@ -251,12 +272,4 @@ class RunConfig:
             raise ConfigError(
                 f"{self.groups_per_batch} groups cannot be split into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
-            )
-        if self.starts_engines and 0 < self.trainer.longest_row < self.generator.max_model_len:
-            needed = -(-self.generator.max_model_len // self.trainer.seq_len)
-            raise ConfigError(
-                f"episodes can have {self.generator.max_model_len} tokens, but a row of the trainer only "
-                f"{self.trainer.longest_row}",
-                hint=f"raise --trainer.seq-len, set --trainer.context-parallel-degree to {needed} or more to split "
-                "each row over as many ranks, or lower --generator.max-model-len",
             )

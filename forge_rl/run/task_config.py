@@ -61,8 +61,8 @@ class TaskConfig(RunConfig):
                     hint="leave it out, or name the tasks with --tasks",
                 )
             mixture = as_mixture(sources_of(environment, self.seed), seed=self.seed)
-            evaluation = self.data.eval_sources(self.eval_tasks, seed=self.seed)
+            evaluation = self.data.eval_sources(self.eval_tasks, seed=self.seed, cache=self.cache)
             if not evaluation:
                 return mixture
             return Mixture(mixture.sources, evaluation=evaluation, holds_out=False, overlap=self.data.overlap)
-        return self.data.build(tasks, seed=self.seed, eval_tasks=self.eval_tasks)
+        return self.data.build(tasks, seed=self.seed, eval_tasks=self.eval_tasks, cache=self.cache)

@@ -55,35 +55,15 @@ class TrainerConfig(TrainSettings):
             "--trainer.",
             minimum={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
             | dict.fromkeys(self.degrees, 1)
-            | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu"), "wait_for_host_s": 0},
+            | {"port": 0, "max_restarts": 0, "seq_len": 0, "wait_for_host_s": 0},
             above={"deadline_s": 0},
             below={"port": 65536},
         )
         self.optimizer.check("--trainer.optimizer.")
-        if self.dtype == "float64" and device_type() == "cuda":
-            raise ConfigError(
-                "attention has no float64 on a GPU",
-                hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
-            )
         if self.dtype == "float64" and self.optimizer_state != "float32":
             raise ConfigError(
                 f"training in float64 has float64 moments, not {self.optimizer_state}",
                 hint="leave out --trainer.optimizer-state, or set another --trainer.dtype",
-            )
-        if self.enable_cpu_offload and device_type() == "cpu":
-            raise ConfigError(
-                "the ranks are on a CPU, so weights and optimizer state are in host memory already",
-                hint="leave out --trainer.enable-cpu-offload",
-            )
-        if self.stays_on_device and device_type() == "cpu":
-            raise ConfigError(
-                "the ranks are on a CPU, so their state is moved nowhere while engines decode",
-                hint="leave out --trainer.stays-on-device",
-            )
-        if self.enable_activation_offload and device_type() == "cpu":
-            raise ConfigError(
-                "the ranks are on a CPU, so activations are in host memory already",
-                hint="leave out --trainer.enable-activation-offload",
             )
         if self.enable_activation_offload and self.activation_checkpointing != "full":
             raise ConfigError(
@@ -91,17 +71,42 @@ class TrainerConfig(TrainSettings):
                 f"{self.activation_checkpointing} keeps more",
                 hint="set --trainer.activation-checkpointing full, or leave out --trainer.enable-activation-offload",
             )
-        # FlexAttention computes a GPU's rows in whole blocks.
-        is_fitting = self.seq_len % PAD_MULTIPLE == 0 and self.seq_len >= LEAST_ROW
-        if device_type() == "cuda" and self.seq_len and not is_fitting:
-            raise ConfigError(
-                f"a row of {self.seq_len} tokens cannot be packed",
-                hint=f"set --trainer.seq-len to a multiple of {PAD_MULTIPLE}, from {LEAST_ROW}",
-            )
         # The default: as many ranks as the parallel degrees need.
         if self.ranks == 1:
             object.__setattr__(self, "ranks", least_ranks(self))
         check_ranks(self, self.ranks)
+
+    def check_devices(self) -> None:
+        """Refuse settings that the ranks' kind of device rules out, once `device_type` tells it.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        if device_type() == "cuda":
+            if self.dtype == "float64":
+                raise ConfigError(
+                    "attention has no float64 on a GPU",
+                    hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
+                )
+            # FlexAttention computes a GPU's rows in whole blocks.
+            if self.seq_len and (self.seq_len % PAD_MULTIPLE or self.seq_len < LEAST_ROW):
+                raise ConfigError(
+                    f"a row of {self.seq_len} tokens cannot be packed",
+                    hint=f"set --trainer.seq-len to a multiple of {PAD_MULTIPLE}, from {LEAST_ROW}",
+                )
+            return
+        if not self.seq_len:
+            raise ConfigError(
+                "--trainer.seq-len is 0, which chooses by a GPU's memory, and the ranks are on a CPU",
+                hint="set --trainer.seq-len to 1 or more",
+            )
+        for flag, is_set, reason in (
+            ("enable-cpu-offload", self.enable_cpu_offload, "weights and optimizer state are in host memory already"),
+            ("stays-on-device", self.stays_on_device, "their state is moved nowhere while engines decode"),
+            ("enable-activation-offload", self.enable_activation_offload, "activations are in host memory already"),
+        ):
+            if is_set:
+                raise ConfigError(f"the ranks are on a CPU, so {reason}", hint=f"leave out --trainer.{flag}")
 
     @property
     def shares(self) -> int:
@@ -168,6 +173,10 @@ class CriticConfig(TrainerConfig):
                 "own router",
                 hint="leave it out; --trainer.router-replay is of the policy",
             )
+
+    def check_devices(self) -> None:
+        with as_critic():
+            super().check_devices()
 
 
 @contextlib.contextmanager

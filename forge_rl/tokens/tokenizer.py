@@ -18,6 +18,7 @@ from forge_rl.errors import ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
 from forge_rl.tokens.message_form import MessageForm
+from forge_rl.tokens.prefix_encoder import PrefixEncoder
 from forge_rl.tokens.template_args import check_template_args
 from forge_rl.tokens.text_stream import TextStream
 from forge_rl.tokens.thoughts import Thoughts
@@ -130,6 +131,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: _Messages | None = None,
         settings: Mapping[str, object] | None = None,
+        encoder: PrefixEncoder | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, by default up to where the completion begins.
 
@@ -137,6 +139,7 @@ class Tokenizer:
             add_generation_prompt: end with the opening of an assistant's turn.
             tools: JSON schemas of the tools that the model may call; passed as text to templates without tools.
             settings: other variables of the template, which override `template_args`; never user text.
+            encoder: of `prefix_encoder`; spares encoding what the conversation rendered before had too.
 
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
@@ -149,9 +152,13 @@ class Tokenizer:
         def text(messages: _Messages, tools: _Messages) -> str:
             return self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
 
-        ids = self._encode_rendered(text, messages, tools or ())
+        ids = self._encode_rendered(text, messages, tools or (), encoder=encoder)
         assert ids is not None
         return ids
+
+    def prefix_encoder(self) -> PrefixEncoder:
+        """Return an encoder for conversations that are rendered one after another and begin alike."""
+        return PrefixEncoder(self.hf.backend_tokenizer, self.encode)
 
     def extend(
         self,
@@ -348,14 +355,16 @@ class Tokenizer:
         """Model family as named in config.json; "" if there is none."""
         return str(self._setting("config.json", "model_type") or "")
 
-    def _encode_rendered(self, render: Callable[..., str | None], *inputs: _Messages) -> tuple[int, ...] | None:
+    def _encode_rendered(
+        self, render: Callable[..., str | None], *inputs: _Messages, encoder: PrefixEncoder | None = None
+    ) -> tuple[int, ...] | None:
         """Return the token ids of rendered messages and tools, with control tokens only from the template; None if
         `render` returns None."""
         parts = tuple(map(list, inputs))
         text = render(*parts)
         if text is None:
             return None
-        ids = self.encode(text)
+        ids = self.encode(text) if encoder is None else encoder(text)
         if self.parse_control_tokens or not self.control.may_occur(parts, text):
             return ids
         # The slow path, a second rendering, is taken only if text in a message could read as a control token.

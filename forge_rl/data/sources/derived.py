@@ -32,13 +32,17 @@ def derived(path: Path, cache: Path, suffix: str, write: Callable[[BinaryIO], No
     # The name holds the source's state, so that a changed file gets a new copy and two runs share one.
     made_from = (str(path.resolve()), path.stat().st_mtime_ns, Identity.of(path))
     target = cache / f"{hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]}{suffix}"
+    problem = f"cannot write a copy of {path} to {cache}"
     try:
-        make_private(cache, TaskError)
+        make_private(cache, TaskError, hint=_HINT)
+    except TaskError as error:
+        raise TaskError(f"{problem}: {error.message}", hint=error.hint) from error
+    try:
         build_once(target, build, TaskError)
     except OSError as error:
         if error.errno is None:  # raised by pyarrow, which cannot read `path`
             raise
-        raise TaskError(f"cannot write a copy of {path} to {cache}: {error.strerror or error}", hint=_HINT) from error
+        raise TaskError(f"{problem}: {error.strerror or error}", hint=_HINT) from error
     return target
 
 

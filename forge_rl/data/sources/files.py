@@ -21,6 +21,8 @@ from forge_rl.models.bundled import default_cache
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """Supported file suffixes; JSON lines may also be compressed."""
+TABLES = "tables"
+"""Folder in a cache for copies and indexes of files."""
 _SHARD = re.compile(r"(?P<before>.*-)(?P<number>[0-9]{3,8})-of-(?P<all>[0-9]{3,8})(?P<after>[^-]*)")
 _MOST_SHARDS = 100_000
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
@@ -70,12 +72,12 @@ def open_tables(paths: Sequence[Path], cache: Path | None = None) -> list[Table]
     """Open files by the kind that their suffixes indicate.
 
     Args:
-        cache: folder for copies of compressed files and for indexes of large ones.
+        cache: folder for copies of compressed files and for indexes of large ones; by default in the user's cache.
 
     Raises:
         TaskError: a file cannot be read.
     """
-    return [_open(path, cache or default_cache() / "tables") for path in paths]
+    return [_open(path, cache or default_cache() / TABLES) for path in paths]
 
 
 def _open(path: Path, cache: Path) -> Table:
@@ -165,6 +167,17 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
             hint=f"select one kind with a pattern such as {folder}/*{kinds[0]}",
         )
     _check_shards(files)
+    # Of a copy of a data set's repository, in which each configuration has a folder, such as gsm8k's main and socratic.
+    by_name: dict[str, list[Path]] = {}
+    for path in files:
+        if _SHARD.fullmatch(path.name):
+            by_name.setdefault(path.name, []).append(path.parent)
+    if folders := next((folders for folders in by_name.values() if len(folders) > 1), []):
+        names = ", ".join(str(path.relative_to(folder)) for path in folders[:5]) + ", ..." * (len(folders) > 5)
+        raise TaskError(
+            f"the folder {folder} holds several configurations of a data set, or several data sets: {names}",
+            hint=f"name one of these folders, or all files by a pattern such as {folder}/**/*{kinds[0]}",
+        )
     return files
 
 

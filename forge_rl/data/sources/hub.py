@@ -6,6 +6,7 @@ from pathlib import Path
 
 from forge_rl.data.sources.columnar import Arrow
 from forge_rl.errors import TaskError
+from forge_rl.models.hub import refusal_of
 
 
 def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -> Arrow:
@@ -28,11 +29,15 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
         while cause is not None:
             chain.append(cause)
             cause = cause.__cause__ or cause.__context__
+        # An answer of the hub's is an OSError too, as is a network that fails.
+        answer = next((link for link in chain if isinstance(link, errors.HfHubHTTPError)), None)
         if any(isinstance(link, errors.GatedRepoError) for link in chain):
             reason, hint = "access to it is gated", "request access on its page, and log in with `hf auth login`"
         elif isinstance(error, datasets.exceptions.DatasetNotFoundError):
             reason, hint = "the data set does not exist or is private", "check the name, log in with `hf auth login`"
-        elif isinstance(error, ConnectionError | OSError) and not isinstance(error, FileNotFoundError):
+        elif answer is not None:
+            reason, hint = refusal_of(answer)
+        elif isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             reason, hint = (
                 "the hub cannot be reached, and the data set is not cached",
                 "check the network, or give a file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 
 from forge_rl.data.sources.tables import RowError
@@ -27,13 +28,15 @@ _THOUGHT_LIST = "reasoning_details"
 """Key of the parts of thoughts that OpenRouter writes, next to their text or in its place."""
 _TRAINED = ("weight", "train", "training", "loss")
 """Keys that say whether a message is trained: 0 or 1 in OpenAI's format, false or true in others."""
+_JSON_CHAT = re.compile(r"\s*\[\s*\{")
+"""Beginning of a list of objects, which JSON may write with blanks and line breaks."""
 _MAX_TEXT_LENGTH = 1 << 23
 """Largest text of a prompt or an answer, in characters: about two million tokens, whose encoding takes 1.2 GB."""
 
 
 def is_chat(value: object) -> bool:
     """Return True if a cell holds a list, also as JSON text."""
-    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[{"))
+    return isinstance(value, list) or (isinstance(value, str) and _JSON_CHAT.match(value) is not None)
 
 
 def read_messages(column: str, value: object, *, fillers: bool = False) -> list[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,8 @@ def write_page(
             counts = _write(file, runs, comparison, episodes, most_bytes)
         partial.replace(out)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # below a file that should be a folder, this fails too
+            partial.unlink(missing_ok=True)
         raise ConfigError(f"{out} cannot be written: {error.strerror}", hint="choose another file with -o") from error
     return counts
 

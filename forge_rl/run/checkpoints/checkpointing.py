@@ -171,7 +171,7 @@ class Checkpointer:
         trainer, rollout = self._services.trainer, self._services.rollout
         if rollout is not None:
             await rollout.publish(trainer)
-        self._evaluator.restart()
+        self._evaluator.restart(self.step, trainer.version)
         return trainer.version
 
     async def begin_save(self) -> None:

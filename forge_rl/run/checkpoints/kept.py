@@ -40,25 +40,37 @@ class KeptObjects:
         Raises:
             ConfigError: its state is not JSON.
         """
-        # A round trip through JSON: a copy, and of exactly the form that a resumed run loads.
-        try:
-            self._first[name] = json.loads(json.dumps(thing.state_dict()))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the state of {name} is not JSON: {error}", hint="return numbers, strings, lists and dicts"
-            ) from error
+        self._first[name] = _copied(name, thing)
         self._objects[name] = thing
         if name in self._waiting:
             thing.load_state_dict(self._waiting.pop(name))
 
     def state(self) -> dict[str, Any]:
-        """Return the states of all objects by name."""
+        """Return the states of all objects by name.
+
+        Raises:
+            ConfigError: one is not JSON.
+        """
         # States that still wait are saved again, or a run that never adds their objects would lose them.
-        states = {name: json.loads(json.dumps(thing.state_dict())) for name, thing in self._objects.items()}
-        return self._waiting | states
+        return self._waiting | {name: _copied(name, thing) for name, thing in self._objects.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Load states returned by `state`; an object without one returns to the state that it was added with."""
         for name, thing in self._objects.items():
             thing.load_state_dict(states.get(name, self._first[name]))
         self._waiting = {name: state for name, state in states.items() if name not in self._objects}
+
+
+def _copied(name: str, thing: Stateful) -> Any:
+    """Return a copy of an object's state in the form that a resumed run loads.
+
+    Raises:
+        ConfigError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(thing.state_dict()))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the state of {name} is not JSON: {error}",
+            hint="return numbers, strings, lists and dicts, such as float(x) for a NumPy number",
+        ) from error

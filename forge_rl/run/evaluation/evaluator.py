@@ -244,14 +244,19 @@ class Evaluator:
         if self._pending is not None and self._pending[0] > step:
             self._pending = None
 
-    def restart(self) -> None:
+    def restart(self, step: int, version: int) -> None:
         """Start the evaluation that was pending before `restore` or `rollback`, if there is one.
 
-        If the weights now belong to a later step than the evaluation, all tokens count as other_versions.
+        If the published weights belong to a later step than the evaluation, all tokens count as other_versions.
+
+        Args:
+            step: step of the published weights.
+            version: their version. A reset publishes the weights of step 0 under a new one.
         """
         # A run resumed with --evaluation.every 0 has no sets, whatever its checkpoint left pending.
         if self._pending is not None and self.sets:
-            self.start(*self._pending)
+            evaluated_step, evaluated_version = self._pending
+            self.start(evaluated_step, version if evaluated_step == step else evaluated_version)
         else:
             self._pending = None
 

@@ -84,6 +84,7 @@ def show_plan(config: object) -> None:
         LossError: the loss does not work, see `try_loss`.
     """
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
+    config.check_devices()
     # What follows repeats the checks and choices of a start, so that a plan refuses what a start would.
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()

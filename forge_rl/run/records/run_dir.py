@@ -219,8 +219,8 @@ def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
 
 def code_digests(*objects: object) -> dict[str, str]:
     """Return digests of the files that define a user's objects, by file name, ignoring comments, layout and docstrings;
-    also digests of the full files that an object names as its `files`, such as a judge's rubric, and of the files in
-    its `model_folder`.
+    also digests of files that an object names as its `files`, such as a judge's rubric or an agent's script, in full
+    unless they are Python's, and of the files in its `model_folder`.
 
     Files of the same name are keyed by the shortest ends of their paths that differ.
 
@@ -231,7 +231,7 @@ def code_digests(*objects: object) -> dict[str, str]:
     digests, file_digests, models = dict[str, str](), dict[Path, str](), 0
     for value in itertools.chain.from_iterable(map(_held, objects)):
         for path in getattr(value, "files", ()):
-            file_digests[Path(os.path.abspath(path))] = file_digest(path)
+            file_digests[Path(os.path.abspath(path))] = _code_digest(path)
         if (folder := getattr(value, "model_folder", None)) is not None:
             models += 1
             digests |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
@@ -239,13 +239,23 @@ def code_digests(*objects: object) -> dict[str, str]:
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
             continue
-        # The syntax tree has no comments and layout, and docstrings are taken out: only edits of code count.
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                node.body = [part for part in node.body if not _is_docstring(part)]
-        file_digests[Path(os.path.abspath(path))] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+        file_digests[Path(os.path.abspath(path))] = _code_digest(path)
     return digests | {_short_name(path, file_digests): digest for path, digest in file_digests.items()}
+
+
+def _code_digest(path: Path) -> str:
+    """Return a digest of a file: of its code alone if it is Python."""
+    if path.suffix != ".py":
+        return file_digest(path)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # another process may read it
+        return file_digest(path)
+    # The syntax tree has no comments and layout, and docstrings are taken out: only edits of code count.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [part for part in node.body if not _is_docstring(part)]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def _short_name(path: Path, paths: Iterable[Path]) -> str:

@@ -82,6 +82,10 @@ async def check(config: C, prepared: PreparedRun, setup: RunSetup, placed: Place
     Raises:
         ForgeError: says what does not fit, and what to change.
     """
+    # Again, as the devices of a job's hosts are known only now. A recipe of one's own may bring a critic by code.
+    config.check_effects()
+    if setup.critic is not None:
+        setup.critic.check_devices()
     log, progress = prepared.monitor.log, prepared.monitor.display.progress
     reference, values = "reference" in setup.loss.needs, "values" in setup.loss.needs
     # A resumed run keeps the models that it began with: a link or a hub id may lead elsewhere by now.

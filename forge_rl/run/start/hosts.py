@@ -64,7 +64,8 @@ class RunHosts:
         # from the controller's default, was set by the user, and stays.
         parts, named = {}, config.named or ()
         for part, controller_defaults in self.defaults.items():
-            settings = getattr(config, part)
+            if (settings := getattr(config, part, None)) is None:
+                continue  # a recipe without a critic
             user_set = {
                 name
                 for name, value in controller_defaults.items()
@@ -77,9 +78,9 @@ class RunHosts:
 
 def device_defaults() -> dict[str, dict[str, Any]]:
     """Return the defaults of settings that depend on the kind of device, by field of the config."""
-    trainer, generator = TrainerConfig(), GeneratorConfig()
+    row, generator = {"seq_len": TrainerConfig().seq_len}, GeneratorConfig()
     names = "max_num_seqs", "gpu_memory_utilization"
-    return {"trainer": {"seq_len": trainer.seq_len}, "generator": {name: getattr(generator, name) for name in names}}
+    return {"trainer": row, "critic": row, "generator": {name: getattr(generator, name) for name in names}}
 
 
 def _tell_of_hosts(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError
+from forge_rl.flags.user_code import code_files
 from forge_rl.rewards.peers import as_reward
 from forge_rl.rollout.agent_runner import Agent, AgentGateway
 from forge_rl.rollout.examples import ExampleFn
@@ -30,6 +32,11 @@ class AgentPlayer:
     """Settings of the gateway; None for the defaults."""
     environment: AgentEnvironment | None = None
     """Environment that the agent belongs to, if any: its processes run as long as the run."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The file of an agent that is named by a text."""
+        return code_files(self.agent) if isinstance(self.agent, str) else ()
 
 
 @dataclass(frozen=True, kw_only=True)

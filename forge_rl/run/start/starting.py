@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -160,7 +160,10 @@ class Starting(Generic[C]):
                     hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
                     # Defaults that depend on the device follow the hosts' devices, which may differ from the
                     # controller's.
-                    checked = await check(hosts.adapted(self.config), prepared, setup, hosts.placed)
+                    config = hosts.adapted(self.config)
+                    if setup.critic is not None and setup.critic is getattr(self.config, "critic", None):
+                        setup = replace(setup, critic=getattr(config, "critic", None))
+                    checked = await check(config, prepared, setup, hosts.placed)
                     reward = environment = None
                     if (rollouts := setup.rollouts) is not None:
                         reward, environment = rollouts.reward, rollouts.environment
@@ -208,11 +211,8 @@ class Starting(Generic[C]):
         """Return digests of the files that define this run."""
         setup, rollouts = self.setup, self.setup.rollouts
         generators = [getattr(source, "items", None) for source in setup.mixture.sources.values()]
-        world = agent = None
-        if rollouts is not None:
-            world = rollouts.world
-            agent = rollouts.player.agent if isinstance(rollouts.player, AgentPlayer) else None
-        user_objects = *setup.rewards.values(), setup.examples, world, agent, setup.loss
+        world, player = (None, None) if rollouts is None else (rollouts.world, rollouts.player)
+        user_objects = *setup.rewards.values(), setup.examples, world, player, setup.loss
         return code_digests(self.config, *user_objects, *generators)
 
 
