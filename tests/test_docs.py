@@ -241,7 +241,7 @@ def test_pages_say_how_many_attempts_tests_make() -> None:
     assert f"`tests/code_tricks.py` has {len(CALLED) + len(PRINTED)} attempts" in (doors / "reward.md").read_text()
     images = f"`tests/security/test_hostile_images.py` has {len(LAYERS) + len(IMAGES)} such images"
     assert images in (doors / "images.md").read_text()
-    assert (len(TASKS), len(TRICKS)) == (10, 6)
+    assert (len(TASKS), len(TRICKS)) == (10, 8)
     counts = r"Ten tasks in this format are in `tests/harbor_tasks\.py`: .* eight tricks 0"
     assert re.search(counts, (doors / "world.md").read_text())
 

@@ -236,6 +236,25 @@ def test_ids_of_tests_are_compared_however_they_are_written(test: str):
     assert not RepositoryTests(tests=[test]).counted([Change(path="spec/check_add.py", before=file, after=file)])
 
 
+def test_a_module_in_place_of_a_test_file_does_not_pass(pool: SharedPool, base: Path):
+    """Python imports a folder or a compiled module before a file of the same name."""
+    tests = replace(TESTS, tests=["spec/check_add.py::test_add"], files={"spec/check_add.py": TEST})
+    module = "__file__ = __file__.replace('/__init__.py', '.py')\ndef test_add(): pass\n"
+
+    async def main():
+        files = {"package/add.py": WRONG, "spec/check_add/__init__.py": module}
+        return await asyncio.gather(
+            verdict(pool, base, files, tests), verdict(pool, base, files | {"package/add.py": RIGHT}, tests)
+        )
+
+    wrong, right = pool.run(main())
+    assert (wrong.all_passed, right.all_passed) == (False, True), wrong.output + right.output
+    file = Entry(mode=0o100644, data=b"")
+    paths = ("spec/check_add.abi3.so", "spec/check_add.pyc", "spec/check_add.json", "spec/check_added/__init__.py")
+    counted = tests.counted([Change(path=path, before=None, after=file) for path in paths])
+    assert [change.path for change in counted] == [*paths[2:]]
+
+
 def test_a_test_outside_of_the_repository_is_refused():
     with pytest.raises(ConfigError, match="is not in the repository"):
         RepositoryTests(tests=["a/../../other/test_a.py"])

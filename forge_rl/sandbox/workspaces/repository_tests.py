@@ -192,9 +192,18 @@ def _folded(name: str) -> str:
 
 
 def _touches(change: Change, test_paths: Sequence[str]) -> bool:
-    """Return True if a change is to a test file, or puts something else in place of it or of a folder of it."""
+    """Return True if a change is to a test file, puts something else in place of it or of a folder of it, or would be
+    imported instead."""
     is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
+    modules = [path.removesuffix(".py") for path in test_paths if path.endswith(".py")]
+    if any(change.path == module or _is_module(change.path, module) for module in modules):
+        return True
     return any(path == change.path or (path.startswith(f"{change.path}/") and not is_folder) for path in test_paths)
+
+
+def _is_module(path: str, module: str) -> bool:
+    """Return True for a path in a package, or of a compiled module, that Python takes for MODULE.py."""
+    return path.startswith(f"{module}/") or (path.startswith(f"{module}.") and path.endswith((".so", ".pyc")))
 
 
 def _shadows(change: Change) -> bool:
