@@ -23,7 +23,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.adapter_engine import TitanAdapters
 from forge_rl.engines.titan.lora import adapted_modules_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import CheckpointError, ConfigError, LossError
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError, LossError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch, train_batch
@@ -439,6 +439,11 @@ def train_in_layouts(rank: int, base: Path, out: Path) -> None:
                 adapters.drop("c")
                 adapters.open("c", KINDS["c"])
                 assert adapters.load("c", out / f"{index}-c-1", optimizer=True) == 2
+                # Files that only one rank cannot use fail on both, and change nothing.
+                with pytest.raises(CheckpointError, match=r"cannot be written to .*No such file"):
+                    adapters.save("c", out / "missing" / f"{index}-{rank}")
+                with pytest.raises(ForgeError, match="cannot be read"):
+                    adapters.load("c", out / (f"{index}-c-0" if rank == 0 else "missing"), optimizer=True)
 
 
 @pytest.mark.long

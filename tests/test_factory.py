@@ -16,8 +16,21 @@ from forge_rl.engines.titan import train
 
 @pytest.mark.parametrize(("sharers", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
 def test_processes_share_the_cores(sharers: int, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
     monkeypatch.setattr(factory, "cpu_cores", lambda: 4)
     assert thread_environment(sharers)["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("1", "1"), (" 3 ", "3"), ("64", "4"), ("", "4"), ("0", "4"), ("x", "4")]
+)
+def test_no_process_gets_more_threads_than_openmp_may_start(
+    limit: str, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_THREAD_LIMIT", limit)
+    monkeypatch.setattr(factory, "cpu_cores", lambda: 4)
+    for env in (train_environment(1), decode_environment(0, replicas=1), train_environment(2, cores=8)):
+        assert env["OMP_NUM_THREADS"] == threads
 
 
 def test_threads_that_wait_leave_their_core() -> None:

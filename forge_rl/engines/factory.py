@@ -17,6 +17,7 @@ from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine,
 from forge_rl.engines.remote import RemoteServer
 from forge_rl.runtime.children import visible_gpu
 from forge_rl.system.cpus import cpu_cores
+from forge_rl.system.variables import value_of
 
 if TYPE_CHECKING:
     from forge_rl.engines.titan.plan import Traces
@@ -43,12 +44,18 @@ def thread_environment(sharers: int, cores: int | None = None) -> dict[str, str]
     took 4.6 s with 300 spins, 3.9 with 8,000 and 3.9 with 30,000; next to two busy programs 8.2 s with 300 and 10.1
     with 8,000, while 30,000 took 1.65 times as long as 300.
 
+    OMP_THREAD_LIMIT, if it is set here, bounds the number of threads.
+
     Args:
         sharers: number of processes that share the cores.
         cores: number of cores of their host; this machine's by default.
     """
+    threads = max(1, (cores or cpu_cores()) // sharers)
+    # vLLM's attention on CPU divides its work among OMP_NUM_THREADS threads, and computes garbage with fewer.
+    if (limit := value_of("OMP_THREAD_LIMIT").strip()).isdecimal() and int(limit) > 0:
+        threads = min(threads, int(limit))
     return {
-        "OMP_NUM_THREADS": str(max(1, (cores or cpu_cores()) // sharers)),
+        "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "8000",
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,11 @@ class TitanAdapters:
 
     def save(self, name: str, folder: Path) -> None:
         """Write an adapter into an existing folder of the first rank's host, in PEFT's format, with its moments and
-        counts; gradients are not saved."""
+        counts; gradients are not saved.
+
+        Raises:
+            CheckpointError: the first rank cannot write it, such as on a full disk.
+        """
         training = self._training(name)
         self._activate(training)
         self._engine.onload()
@@ -261,25 +266,10 @@ class TitanAdapters:
             for moment in _MOMENTS:
                 groups[moment] = [values_of(optimizer.state[parameter][moment]) for parameter in self._parameters()]
         full = {kind: self._whole(parts) for kind, parts in groups.items()}
-        if dist.get_rank() == 0:
-            rank, targets = (
-                training.settings.lora.rank,
-                adapted_modules(self._engine.architecture, training.settings.lora),
-            )
-            tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in full}
-            for kind, parts in full.items():
-                for part, (weight_name, module, factor) in zip(parts, self._factors(), strict=True):
-                    if _is_target(weight_name, targets):
-                        cut = part[:rank] if factor == ADAPTERS[0] else part[:, :rank]
-                        tensors[kind][f"{module.adapter_name}/{factor}"] = cut
-            scale = training.settings.lora.scale
-            state = AdapterState(
-                scale=scale, updates=self._engine.updates, planned=self._engine.planned, tensors=tensors
-            )
-            write_state(folder, state, training.settings, base=self._folder)
         # The other ranks return only once the first one has written the files.
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        with _raising_on_all_ranks():
+            if dist.get_rank() == 0:
+                self._write(training, full, folder)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> int:
         """Load an adapter's weights from a folder that `save` or peft wrote, and drop its gradients.
@@ -295,19 +285,10 @@ class TitanAdapters:
             ConfigError: the adapter was saved with another scale.
         """
         training = self._training(name)
-        state = read_state(folder, with_optimizer=optimizer)
-        if not math.isclose(state.scale, training.settings.lora.scale):
-            raise ConfigError(
-                f"the saved adapter has scale {state.scale:g}, and this one {training.settings.lora.scale:g}",
-                hint="open the adapter with the rank and alpha that were saved",
-            )
-        targets = adapted_modules(self._engine.architecture, training.settings.lora)
-        names = [
-            f"{module.adapter_name}/{factor}" if _is_target(weight_name, targets) else ""
-            for weight_name, module, factor in self._factors()
-        ]
-        # Everything is read and checked before the model is touched: a file that does not fit changes nothing.
-        wholes = {kind: self._padded(state, kind, names, training.settings.lora.rank) for kind in state.tensors}
+        # Everything is read and checked before the model is touched: a file that does not fit changes nothing, on any
+        # rank.
+        with _raising_on_all_ranks():
+            state, wholes = self._read(training, folder, with_optimizer=optimizer)
         self._activate(training)
         self._engine.onload()
         optimizer_state = self._engine.new_optimizer()
@@ -335,6 +316,9 @@ class TitanAdapters:
         if name not in self._trainings:
             raise _unknown(name)
         return self._trainings[name]
+
+    def _targets(self, training: _ResidentAdapter) -> dict[str, str]:
+        return adapted_modules(self._engine.architecture, training.settings.lora)
 
     def _factors(self) -> Iterator[tuple[str, Any, str]]:
         """Yield torchtitan's name of each adapted weight, its module, and the name of each factor."""
@@ -454,6 +438,37 @@ class TitanAdapters:
             dist.all_reduce(flat)  # sums one rank's values and zeros: no rounding
         return [full.cpu() for full in wholes]
 
+    def _write(self, training: _ResidentAdapter, full: Mapping[str, Sequence[torch.Tensor]], folder: Path) -> None:
+        """Write the files of an adapter from whole factors and moments."""
+        lora, targets = training.settings.lora, self._targets(training)
+        tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in full}
+        for kind, parts in full.items():
+            for part, (weight_name, module, factor) in zip(parts, self._factors(), strict=True):
+                if _is_target(weight_name, targets):
+                    cut = part[: lora.rank] if factor == ADAPTERS[0] else part[:, : lora.rank]
+                    tensors[kind][f"{module.adapter_name}/{factor}"] = cut
+        state = AdapterState(
+            scale=lora.scale, updates=self._engine.updates, planned=self._engine.planned, tensors=tensors
+        )
+        write_state(folder, state, training.settings, base=self._folder)
+
+    def _read(
+        self, training: _ResidentAdapter, folder: Path, *, with_optimizer: bool
+    ) -> tuple[AdapterState, dict[str, list[torch.Tensor]]]:
+        """Read the files of an adapter; return its state, and each kind of its tensors in the shapes of the model's."""
+        state, lora = read_state(folder, with_optimizer=with_optimizer), training.settings.lora
+        if not math.isclose(state.scale, lora.scale):
+            raise ConfigError(
+                f"the saved adapter has scale {state.scale:g}, and this one {lora.scale:g}",
+                hint="open the adapter with the rank and alpha that were saved",
+            )
+        targets = self._targets(training)
+        names = [
+            f"{module.adapter_name}/{factor}" if _is_target(weight_name, targets) else ""
+            for weight_name, module, factor in self._factors()
+        ]
+        return state, {kind: self._padded(state, kind, names, lora.rank) for kind in state.tensors}
+
     def _padded(self, state: AdapterState, kind: str, names: Sequence[str], rank: int) -> list[torch.Tensor]:
         """Return one kind of tensors of a state for each factor, with zeros past the adapter's rank."""
         state.check(kind, {name for name in names if name})
@@ -466,6 +481,21 @@ class TitanAdapters:
                 place.copy_(state.tensor(kind, name, tuple(place.shape)))
             padded.append(full)
         return padded
+
+
+@contextlib.contextmanager
+def _raising_on_all_ranks() -> Iterator[None]:
+    """Raise an error of the body on all ranks; the body calls no other rank."""
+    error: ForgeError | None = None
+    try:
+        yield
+    except ForgeError as raised:
+        error = raised
+    # Even a failing rank must join this collective, or the others would wait for it.
+    errors = [error] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if error := next(filter(None, errors), None):
+        raise error
 
 
 def _unknown(name: str) -> ConfigError:

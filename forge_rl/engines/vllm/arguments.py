@@ -39,6 +39,8 @@ def engine_arguments(
         trust_remote_code=False,
         load_format="safetensors",
         config_format="hf",
+        # The one of tokens/tokenizer.py. In a folder with Mistral's files too, vLLM would take Mistral's tokenizer.
+        tokenizer_mode="hf",
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         quantization=_QUANTIZATION[settings.quantization],
         max_model_len=settings.max_model_len,
