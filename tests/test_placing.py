@@ -142,7 +142,7 @@ def test_settings_with_the_controllers_default_get_the_hosts():
     assert (adapted_config.trainer.seq_len, adapted_config.generator.max_num_seqs) == (1024, 64)
     assert adapted_config.generator.gpu_memory_utilization == 0
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
-        adapted_critic = found.adapted(ppo.Config(critic=CriticConfig(epochs=2))).critic
+        adapted_critic = run_hosts.adapted(ppo.Config(critic=CriticConfig(epochs=2))).critic
     assert (adapted_critic.seq_len, adapted_critic.epochs) == (0, 2)
 
 
