@@ -16,8 +16,10 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress, build_once
+from forge_rl.models.dequantized import dequantized
 from forge_rl.models.hf_folder import TOKENIZERS, corrected_tokenizer_config, model_files, read_object
 from forge_rl.models.hub import download, is_hub_model
+from forge_rl.models.quantized import refusal
 
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
@@ -206,7 +208,7 @@ def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
 
 
 def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of an adapter's base model.
+    """Return the folder of an adapter's base model; of quantised weights, their copy in bfloat16.
 
     Args:
         name: the base model; "" for the one that the adapter names.
@@ -225,7 +227,11 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     if not name and adapter.revision and is_hub_model(base) and not place.is_dir():
         base = f"{base}@{adapter.revision}"
     try:
-        return resolve_model(base, cache, progress)
+        model = resolve_model(base, cache, progress)
+        config = read_object(model / "config.json")
+        # An adapter is trained on that copy, and its cache may be emptied. `Adapter.merge` names other formats.
+        is_readable = not refusal(config.get("quantization_config"), str(config.get("model_type")))
+        return dequantized(model, cache, progress) if config.get("quantization_config") and is_readable else model
     except ModelError as error:
         raise ModelError(
             f"the base model of {folder} is not usable: {error.message}",
