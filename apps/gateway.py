@@ -31,6 +31,7 @@ from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.models.adapter_limits import check_served, served_rank
 from forge_rl.models.adapters import Adapter, is_adapter
 from forge_rl.models.bundled import default_cache
+from forge_rl.models.hf_folder import read_object
 from forge_rl.models.resolve import check_files, find_model, find_trained
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
@@ -334,12 +335,34 @@ def adapter_folder(place: Path, model: Path) -> Path:
     return folder
 
 
+def describe_other_template(folder: Path, model: Path) -> str:
+    """Return a warning that an adapter has another chat template than the model, whose template its requests get; ""
+    if it has the same one, or none."""
+    template = _template(folder)
+    if not template or template == _template(model):
+        return ""
+    return f"the adapter in {folder} has another chat template than the model, and answers with the model's"
+
+
+def _template(folder: Path) -> object:
+    """Return a folder's chat template, or its named ones, in whichever file it is; None if there is none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(errors="replace").strip()
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if (folder / name).is_file() and (template := read_object(folder / name).get("chat_template")):
+            return template.strip() if isinstance(template, str) else template
+    return None
+
+
 async def _adapters(config: Config, engines: Generator, settings: Generator.Config, model: Path) -> ServedAdapters:
     """Load the adapters of --adapters into the engines."""
 
     def find(place: Path) -> Path:
         folder = adapter_folder(place, model)
         check_served(Adapter.read(folder), model, max_rank=served_rank(settings.max_lora_rank))
+        if note := describe_other_template(folder, model):
+            _warn(note)
         return folder
 
     # `find` also checks the adapters that requests load later.

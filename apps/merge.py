@@ -33,9 +33,9 @@ class Config:
     """Folder to write, which must not exist."""
     base: str = ""
     """The base model: a bundled model, Hugging Face id or folder. By default the one that the adapter names, which must
-    be unchanged."""
+    be unchanged. Quantised weights are merged with in bfloat16."""
     cache: Path = field(default_factory=default_cache)
-    """Folder into which the bundled model is unpacked, once."""
+    """Folder into which the bundled model is unpacked and quantised weights are converted, once."""
 
 
 async def main(config: Config) -> None:

@@ -230,6 +230,21 @@ def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), tmp_path) == tmp_path
 
 
+def test_weights_in_another_format_are_no_part_of_a_model(tiny_model: Path, tmp_path: Path) -> None:
+    folder, cache = tmp_path / "clone", tmp_path / "cache"
+    shutil.copytree(tiny_model, folder)
+    save_file({"tok_embeddings.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    resolved = resolve_model(str(folder), cache)
+    assert [path.name for path in resolved.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.name for path in folder.iterdir()} - {path.name for path in resolved.iterdir()} == {
+        "consolidated.safetensors"
+    }
+    assert resolve_model(str(resolved), cache) == resolved
+    index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert resolve_model(str(folder), cache) == folder, "all programs read what the index names"
+
+
 @pytest.mark.parametrize(
     ("named", "folder"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from apps.merge import Config as MergeConfig
+from apps.merge import merge
 from forge_rl.engines.architecture import check_weights, read_architecture, stored_bytes
 from forge_rl.errors import ModelError
+from forge_rl.models.adapters import write_adapter
 from forge_rl.models.dequantized import dequantized
 from tests.fakes import full_disk, make_model
 
@@ -63,6 +67,29 @@ def test_the_trainer_reads_the_copy_as_transformers_does(tmp_path: Path, process
         expected = of_transformers(copy)(token_ids[None]).logits[0]
     assert expected.std() > 0.2
     assert (titan_logits(copy, token_ids) - expected).abs().max() < 1e-4
+
+
+def test_an_adapter_of_a_copy_that_is_gone_is_merged_with_a_new_one(tmp_path: Path):
+    make_quantized(tmp_path / "mxfp4")
+    (tmp_path / "mxfp4" / "tokenizer.json").write_text("{}")
+    copy = dequantized(tmp_path / "mxfp4", tmp_path / "cache")
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    rows, columns = weights[name].shape
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter", {name: (a, b)}, base=copy, alpha=4.0, rslora=False, dropout=0.0)
+    shutil.rmtree(tmp_path / "cache")
+    config = MergeConfig(
+        adapter=tmp_path / "adapter", out=tmp_path / "out", base=str(tmp_path / "mxfp4"), cache=tmp_path / "cache"
+    )
+    assert merge(config) == copy
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    expected = weights | {name: (weights[name].double() + 2 * (b.double() @ a.double())).bfloat16()}
+    assert merged.keys() == expected.keys()
+    assert all(torch.allclose(merged[key].float(), expected[key].float(), rtol=8e-3, atol=1e-2) for key in merged)
+    assert all(merged[key].equal(weights[key]) for key in merged if key != name)
 
 
 @pytest.mark.parametrize("files", [1, 3])

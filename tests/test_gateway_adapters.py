@@ -19,7 +19,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from apps.gateway import Config, main
+from apps.gateway import Config, describe_other_template, main
 from apps.gateway import serving as program
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.gateway.adapters import ServedAdapters
@@ -208,6 +208,18 @@ async def test_adapters_that_cannot_be_served_are_refused_before_engines_start(t
         with pytest.raises(error, match=message):
             await main(Config(model=str(tiny_model), port=0, adapters=(text,), generator=ENGINE, out=tmp_path / "out"))
         assert not list((tmp_path / "out" / "logs").glob("*"))
+
+
+def test_an_adapter_with_another_chat_template_than_the_model_is_named(tmp_path: Path):
+    folder, model = tmp_path / "adapter", tmp_path / "model"
+    folder.mkdir()
+    model.mkdir()
+    (model / "chat_template.jinja").write_text("{{ messages }}\n")
+    assert describe_other_template(folder, model) == "", "it has none of its own"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert describe_other_template(folder, model) == ""
+    (folder / "chat_template.jinja").write_text("{{ messages[0] }}")
+    assert describe_other_template(folder, model).startswith(f"the adapter in {folder} has another chat template")
 
 
 @pytest.mark.long

@@ -105,6 +105,20 @@ def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_pat
     assert size % 32 == 0, "vLLM's fast kernels on CPU take no other"
 
 
+def test_an_engine_reads_the_tokenizer_that_prompts_are_made_with(tmp_path: Path) -> None:
+    from vllm.tokenizers.registry import resolve_tokenizer_args
+
+    from forge_rl.engines.vllm.arguments import engine_arguments
+
+    make_model(tmp_path)
+    # Files of a clone of Mistral's, by which vLLM would choose its own tokenizer.
+    for name in ("tekken.json", "consolidated.safetensors"):
+        (tmp_path / name).write_text("{}")
+    arguments = engine_arguments(tmp_path, DecodeSettings(), 0)
+    assert resolve_tokenizer_args(tmp_path, tokenizer_mode="auto")[0] == "mistral"
+    assert resolve_tokenizer_args(tmp_path, tokenizer_mode=arguments.tokenizer_mode)[0] == "hf"
+
+
 def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_rl.engines.vllm import arguments as vllm_arguments
     from forge_rl.engines.vllm import register

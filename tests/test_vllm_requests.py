@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import ConfigError
+from tests.fakes import full_disk
 
 pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
 
@@ -39,6 +42,23 @@ async def test_a_prompt_that_vllm_gives_up_has_no_scores():
     with pytest.raises(RuntimeError, match="vLLM ended a request with 'abort'"):
         await VLLMEngine.score(engine, [1, 2, 3], [4, 5])
     assert engine._requests == 0
+
+
+async def test_a_full_disk_is_not_blamed_on_an_adapters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from forge_rl.engines.vllm.adapters import EngineAdapters
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(bytes(5000))
+    adapters = EngineAdapters(Path(), DecodeSettings(max_loras=2), call=cast(Any, None))
+    with (
+        full_disk(),
+        pytest.raises(ConfigError, match=rf"'a' cannot be copied to {tmp_path}/adapters-.*: File too large"),
+    ):
+        await adapters.load("a", tmp_path, awake=True)
+    with pytest.raises(ConfigError, match=rf"'a' cannot be read from {tmp_path}/gone: No such file"):
+        await adapters.load("a", tmp_path / "gone", awake=True)
+    adapters.close()
 
 
 async def test_no_request_begins_with_a_version_that_is_being_forgotten():

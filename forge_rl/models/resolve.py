@@ -16,8 +16,10 @@ from forge_rl.models.adapters import CONFIG as ADAPTER_CONFIG
 from forge_rl.models.adapters import Adapter, is_adapter, merged_copy
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress, build_once
-from forge_rl.models.hf_folder import TOKENIZERS, corrected_tokenizer_config, model_files, read_object
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.hf_folder import OTHER_FORMATS, TOKENIZERS, corrected_tokenizer_config, model_files, read_object
 from forge_rl.models.hub import download, is_hub_model
+from forge_rl.models.quantized import refusal
 
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
@@ -67,19 +69,24 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
 
 
 def _usable(folder: Path, cache: Path, progress: Progress | None) -> Path:
-    """Return a folder of the model that all programs read alike: merged, if it is an adapter, and with the class that
-    its tokenizer.json needs."""
+    """Return a folder of the model that all programs read alike: merged, if it is an adapter, with the class that its
+    tokenizer.json needs, and with weights in one format."""
     if is_adapter(folder):
         return _merged(folder, cache, progress)
+    if _is_linked(folder, cache):
+        return folder
     _checked(folder)
     config = corrected_tokenizer_config(folder)
-    return folder if config is None else _linked(folder, config, cache)
+    # vLLM reads all weights of a folder without an index.
+    has_other_weights = not (folder / _INDEX).exists() and any(folder.glob(f"{OTHER_FORMATS}.safetensors"))
+    return folder if config is None and not has_other_weights else _linked(folder, config, cache)
 
 
-def _linked(folder: Path, tokenizer_config: str, cache: Path) -> Path:
-    """Return a cached folder of links to a model's files, with another tokenizer_config.json."""
+def _linked(folder: Path, tokenizer_config: str | None, cache: Path) -> Path:
+    """Return a cached folder of links to the files of a model that are used, with another tokenizer_config.json if one
+    is given."""
     paths = {path.relative_to(folder): path.resolve() for path in model_files(folder)}
-    parts = [tokenizer_config, *(f"{name} {path}" for name, path in paths.items())]
+    parts = [tokenizer_config or "", *(f"{name} {path}" for name, path in paths.items())]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     # The last two names stay: those of the hub's cache are "snapshots" and the commit.
     target = cache / f"linked-{key}" / folder.resolve().parent.name / folder.resolve().name
@@ -87,7 +94,7 @@ def _linked(folder: Path, tokenizer_config: str, cache: Path) -> Path:
     def write(work: Path) -> None:
         for name, path in paths.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
-            if name.name == "tokenizer_config.json":
+            if name.name == "tokenizer_config.json" and tokenizer_config is not None:
                 (work / name).write_text(tokenizer_config)
             else:
                 (work / name).symlink_to(path)
@@ -100,6 +107,12 @@ def _linked(folder: Path, tokenizer_config: str, cache: Path) -> Path:
             hint="choose another folder with --cache",
         ) from error
     return target
+
+
+def _is_linked(folder: Path, cache: Path) -> bool:
+    """Return True for a folder that `_linked` has made, such as the base of an adapter: its links lead out of it."""
+    made = folder.resolve().parents[1:3]
+    return len(made) == 2 and made[0].name.startswith("linked-") and made[1] == cache.expanduser().resolve()
 
 
 def find_model(name: str, cache: Path) -> Path:
@@ -206,7 +219,7 @@ def _merged(folder: Path, cache: Path, progress: Progress | None) -> Path:
 
 
 def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = None) -> Path:
-    """Return the folder of an adapter's base model.
+    """Return the folder of an adapter's base model; of quantised weights, their copy in bfloat16.
 
     Args:
         name: the base model; "" for the one that the adapter names.
@@ -225,7 +238,11 @@ def base_of(folder: Path, name: str, cache: Path, progress: Progress | None = No
     if not name and adapter.revision and is_hub_model(base) and not place.is_dir():
         base = f"{base}@{adapter.revision}"
     try:
-        return resolve_model(base, cache, progress)
+        model = resolve_model(base, cache, progress)
+        config = read_object(model / "config.json")
+        # An adapter is trained on that copy, and its cache may be emptied. `Adapter.merge` names other formats.
+        is_readable = not refusal(config.get("quantization_config"), str(config.get("model_type")))
+        return dequantized(model, cache, progress) if config.get("quantization_config") and is_readable else model
     except ModelError as error:
         raise ModelError(
             f"the base model of {folder} is not usable: {error.message}",

@@ -113,16 +113,13 @@ class EngineAdapters:
             )
 
         def write(copy: Path) -> None:
-            try:
-                # A copy of its own: the folder may be overwritten by the run that trains the adapter, and vLLM reads it
-                # again later.
-                for file in (CONFIG, WEIGHTS):
+            # A copy of its own: the folder may be overwritten by the run that trains the adapter, and vLLM reads it
+            # again later.
+            for file in (CONFIG, WEIGHTS):
+                try:
                     shutil.copy(folder / file, copy / file)
-            except OSError as error:
-                raise ConfigError(
-                    f"the adapter {name!r:.80} cannot be read from {folder}: {error.strerror or error}",
-                    hint=f"give a folder with {CONFIG} and {WEIGHTS}",
-                ) from error
+                except OSError as error:
+                    raise _copy_error(error, name, folder / file, copy) from error
 
         loaded = await self._add(name, write, awake=awake)
         replaced = self._current.get(name)
@@ -270,6 +267,23 @@ def lora_arguments(model: Path, *, max_loras: int, max_rank: int) -> dict[str, A
         "max_lora_rank": served_rank(max_rank),
         "lora_target_modules": sorted(modules),
     }
+
+
+def _copy_error(error: OSError, name: str, source: Path, copy: Path) -> ConfigError:
+    """Return the error of a failed copy of an adapter's file into the folder `copy`."""
+    cause = error.strerror or error
+    try:
+        with source.open("rb") as file:
+            file.read(1)
+    except OSError:
+        return ConfigError(
+            f"the adapter {name!r:.80} cannot be read from {source.parent}: {cause}",
+            hint=f"give a folder with {CONFIG} and {WEIGHTS}",
+        )
+    return ConfigError(
+        f"the adapter {name!r:.80} cannot be copied to {copy}: {cause}",
+        hint="free space there, or set TMPDIR to another folder",
+    )
 
 
 def _arguments(request: LoRARequest) -> tuple[str, int, str]:
