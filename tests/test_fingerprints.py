@@ -127,7 +127,7 @@ def test_large_blocks_are_shared_out_among_threads(dtype: torch.dtype, threads: 
 @given(
     shape=shapes(),
     published=st.sampled_from(DTYPES[:4]),
-    held=st.sampled_from(DTYPES[:4]),
+    dtype=st.sampled_from(DTYPES[:4]),
     pad=st.integers(0, 3),
     shift=st.integers(0, 3),
     transposed=st.booleans(),

@@ -20,6 +20,7 @@ from forge_rl.jobs.manifests import merge, quantity_bytes
 from forge_rl.jobs.pods import PodState, judge
 from forge_rl.runtime.job_flag import build_job
 from tests.kubernetes_server import unknown_fields
+from tests.processes import below
 
 
 def test_manifests_have_only_known_fields_and_restrict_the_pods(tmp_path: Path):
@@ -154,7 +155,7 @@ def test_pods_are_followed_further_after_an_answer_that_is_not_as_documented(mon
 def test_no_other_process_sees_the_secrets_of_the_process_that_deletes_pods(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CLOUD_API_KEY", "a secret of a cloud")
     with pods_module.deleted_with_this_process(None, namespace="default", run="grpo"):
-        [guard] = [child for child in psutil.Process().children() if "forge_rl.jobs.pods" in child.cmdline()]
+        [guard] = below(psutil.Process(), "forge_rl.jobs.pods")
         until = time.monotonic() + 60
         with contextlib.suppress(psutil.AccessDenied):  # root alone sees its environment
             while guard.environ()["CLOUD_API_KEY"].strip("*"):  # until it has started

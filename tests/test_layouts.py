@@ -388,10 +388,12 @@ def test_a_model_that_cannot_be_split_is_refused_with_valid_numbers(tmp_path: Pa
 
 def test_episodes_too_long_to_train_are_refused_with_both_flags():
     with pytest.raises(ConfigError) as error:
-        RunConfig(trainer=Trainer.Config(seq_len=512))
+        RunConfig(trainer=Trainer.Config(seq_len=512)).check_devices()
     assert "--trainer.seq-len" in error.value.hint
     assert "--trainer.context-parallel-degree to 2 or more" in error.value.hint
-    assert RunConfig(trainer=Trainer.Config(seq_len=512, context_parallel_degree=2)).trainer.ranks == 2
+    split = RunConfig(trainer=Trainer.Config(seq_len=512, context_parallel_degree=2))
+    split.check_devices()
+    assert split.trainer.ranks == 2
 
 
 def test_a_rank_that_is_killed_is_reported_at_once():

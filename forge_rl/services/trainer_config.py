@@ -101,12 +101,20 @@ class TrainerConfig(TrainSettings):
                 hint="set --trainer.seq-len to 1 or more",
             )
         for flag, is_set, reason in (
-            ("enable-cpu-offload", self.enable_cpu_offload, "weights and optimizer state are in host memory already"),
-            ("stays-on-device", self.stays_on_device, "their state is moved nowhere while engines decode"),
-            ("enable-activation-offload", self.enable_activation_offload, "activations are in host memory already"),
+            (
+                "--trainer.enable-cpu-offload",
+                self.enable_cpu_offload,
+                "weights and optimizer state are in host memory already",
+            ),
+            ("--trainer.stays-on-device", self.stays_on_device, "their state is moved nowhere while engines decode"),
+            (
+                "--trainer.enable-activation-offload",
+                self.enable_activation_offload,
+                "activations are in host memory already",
+            ),
         ):
             if is_set:
-                raise ConfigError(f"the ranks are on a CPU, so {reason}", hint=f"leave out --trainer.{flag}")
+                raise ConfigError(f"the ranks are on a CPU, so {reason}", hint=f"leave out {flag}")
 
     @property
     def shares(self) -> int:
