@@ -58,7 +58,7 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Use:
+class _Purpose:
     """What sources are built for."""
 
     seed: int
@@ -130,8 +130,8 @@ class DataConfig:
         specs = _parsed(tasks, "--tasks")
         # A flag without effect is refused: a user who sets it expects something that would not happen.
         self._check_effects([*specs, *_parsed(eval_tasks, "--eval-tasks")], has_eval_tasks=bool(eval_tasks))
-        use = _Use(seed=seed, kind=kind, cache=cache, is_trained=True, is_evaluated=bool(eval_tasks))
-        sources = self._sources(specs, use)
+        purpose = _Purpose(seed=seed, kind=kind, cache=cache, is_trained=True, is_evaluated=bool(eval_tasks))
+        sources = self._sources(specs, purpose)
         held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind, cache=cache)
         return Mixture(
             sources,
@@ -174,10 +174,10 @@ class DataConfig:
         Raises:
             TaskError: as for `build`.
         """
-        use = _Use(seed=seed, kind=kind, cache=cache, is_trained=False, is_evaluated=True)
-        return self._sources(_parsed(tasks, flag), use)
+        purpose = _Purpose(seed=seed, kind=kind, cache=cache, is_trained=False, is_evaluated=True)
+        return self._sources(_parsed(tasks, flag), purpose)
 
-    def _sources(self, specs: Sequence[FlagText], use: _Use) -> dict[str, Source]:
+    def _sources(self, specs: Sequence[FlagText], purpose: _Purpose) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
         for spec, short in zip(specs, names, strict=True):
@@ -187,31 +187,31 @@ class DataConfig:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
-            sources[name] = self._source(name, spec, use)
+            sources[name] = self._source(name, spec, purpose)
         return sources
 
-    def _source(self, name: str, spec: FlagText, use: _Use) -> Source:
+    def _source(self, name: str, spec: FlagText, purpose: _Purpose) -> Source:
         if _is_generated(spec):
-            if use.kind == "pair":
+            if purpose.kind == "pair":
                 raise spec.wrong(
                     "generated tasks have no preferred answers", "give a file with the columns prompt, chosen, rejected"
                 )
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
-            return ReasoningGymSource(spec.name, spec.params, use.seed, share, name, instruction, self.system)
+            return ReasoningGymSource(spec.name, spec.params, purpose.seed, share, name, instruction, self.system)
         # With evaluation files of their own, training files need not give up rows.
-        share = (0.0 if use.is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
+        share = (0.0 if purpose.is_evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, spec.flag)
             return IterableSource(
-                name, items, use.seed, share if use.is_trained else 1.0, self._columns(spec, use.kind)
+                name, items, purpose.seed, share if purpose.is_trained else 1.0, self._columns(spec, purpose.kind)
             )
         return TableSource(
             name,
-            _tables(spec, use.cache),
-            self._columns(spec, use.kind),
-            seed=use.seed,
-            held_out_share=share if use.is_trained else 1.0,
+            _tables(spec, purpose.cache),
+            self._columns(spec, purpose.kind),
+            seed=purpose.seed,
+            held_out_share=share if purpose.is_trained else 1.0,
             max_bad_rows=self.max_bad_rows,
         )
 

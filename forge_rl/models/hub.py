@@ -131,7 +131,7 @@ def _named_errors(problem: str, way_out: str) -> Iterator[None]:
 
 
 def refusal_of(answer: HfHubHTTPError) -> tuple[str, str]:
-    """Return what the hub answered in place of what was asked for, and a hint."""
+    """Return the reason of a refusal by the hub, and a hint."""
     status = answer.response.status_code
     cause = f"the hub answers with status {status}: {_first_line(answer.server_message or str(answer))}"
     return cause, LOGIN if status in (401, 403) else "try again"

@@ -164,7 +164,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def knows_devices(job: str) -> bool:
-    """Return whether `device_type` tells what the services of a run run on.
+    """Return whether `device_type` is the kind of device of a run's services.
 
     Hosts of a job may have GPUs where this machine, such as a login node, has none, and are asked once they are there.
     """

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 class PrefixEncoder:
-    """Encodes a text like `encode`, but of a beginning that the text before had too, only what follows its last
+    """Encodes texts as `encode` does, but reuses the ids of the previous text for a common beginning, up to its last
     special token.
 
         encoder = PrefixEncoder(tokenizer.hf.backend_tokenizer, tokenizer.encode)
         encoder("<|im_start|>user\\n2+3?<|im_end|>\\n")
         encoder("<|im_start|>user\\n2+3?<|im_end|>\\n<|im_start|>assistant\\n5<|im_end|>\\n")
 
-    The ids are those of `encode`: special tokens are found before a text is normalised and split, and each part between
-    them is encoded on its own. Special tokens that take blanks beside them or are found in normalised text are no
-    places to split; a vocabulary without others has every text encoded whole.
+    The result is the same, as tokenizers look for special tokens before they normalise and split a text, and encode
+    each part between two of them separately. Special tokens that absorb neighbouring blanks, or that tokenizers look
+    for in normalised text, cannot be relied on; with only such tokens in a vocabulary, texts are encoded whole.
 
     Args:
         tokenizer: the tokenizer of `encode`.
@@ -45,7 +45,7 @@ class PrefixEncoder:
         return self._ids
 
     def _continued(self, text: str) -> tuple[int, ...] | None:
-        """Return the ids of a text by those of the text before; None if they do not begin alike."""
+        """Return the ids of a text, partly from the previous text's; None if the two do not begin alike."""
         # Up to here, no added token can reach into the part in which the texts differ.
         limit = shared_length(self._text, text) - self._longest
         places = {

@@ -37,6 +37,6 @@ class TextStream:
 
 
 def whole_characters(text: str) -> str:
-    """Return the decoded text of a whole completion as `TextStream` returns it: without an incomplete character, or
-    other bytes that are no UTF-8, at its end."""
+    """Return the decoded text of a whole completion as `TextStream` returns it: without an incomplete character or
+    other invalid UTF-8 at its end."""
     return text.rstrip("\ufffd")

@@ -23,7 +23,7 @@ RUNNERS = (
 )
 """Programs by which test scripts start tests: none is added where the image has none."""
 _STARTERS = (*RUNNERS, "python*", "pypy*", "perl", "ruby")
-"""Patterns of programs that start tests or run scripts: what is next to the real program counts as the image's, too."""
+"""Patterns of programs that start tests or run scripts; files next to the real program count as the image's, too."""
 LOADED_VARIABLES = ("BASH_ENV", "ENV", "LD_PRELOAD")
 """Variables that name files which shells, or all programs, load when they start."""
 CONFIG = "pyvenv.cfg"
