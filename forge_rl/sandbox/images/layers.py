@@ -25,6 +25,9 @@ from forge_rl.system.folders import write_whole
 _STATUS = "layer.json"
 _EVICTED, _PART = ".evicted-", ".part"
 _CHECK_S = 0.05
+_RETRIES = 4
+"""Tries after the first to unpack a layer whose process is killed: of several images at once, the kernel may kill each
+for the memory of another."""
 _SLACK = 1 << 20
 """Bytes by which a compressed layer may be larger than an uncompressed one."""
 _STALE_S = 7 * 86_400.0
@@ -325,7 +328,9 @@ class LayerStore:
         folder = self.partial / _hex(diff_id)
         try:
             result = self._run(work, place, folder, unpacker)
-            if result is None:
+            for _ in range(_RETRIES):
+                if result is not None:
+                    break
                 with contextlib.closing(Unpacker()) as unpacker:
                     result = self._run(work, place, folder, unpacker)
             if result is None:
