@@ -111,8 +111,8 @@ def _linked(folder: Path, tokenizer_config: str | None, cache: Path) -> Path:
 
 def _is_linked(folder: Path, cache: Path) -> bool:
     """Return True for a folder that `_linked` has made, such as the base of an adapter: its links lead out of it."""
-    made = folder.resolve().parents[1:3]
-    return len(made) == 2 and made[0].name.startswith("linked-") and made[1] == cache.expanduser().resolve()
+    parents = folder.resolve().parents[1:3]
+    return len(parents) == 2 and parents[0].name.startswith("linked-") and parents[1] == cache.expanduser().resolve()
 
 
 def find_model(name: str, cache: Path) -> Path:
