@@ -63,7 +63,7 @@ def test_shares_are_bounded_add_up_and_keep_the_ratios_of_free_ones(scores, low,
         for other, others_share in zip(scores, shares, strict=True):
             if score > other:
                 assert share >= others_share - 1e-12
-            free = all(min_share + 1e-9 < each < max_share - 1e-9 for each in (share, others_share))
+            free = all(min_share + 1e-9 < value < max_share - 1e-9 for value in (share, others_share))
             if free and min(score, other) > 1e-6 * max(scores):
                 assert share * other == pytest.approx(others_share * score, rel=1e-6)
 

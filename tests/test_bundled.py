@@ -130,7 +130,7 @@ def test_a_damaged_folder_is_named_and_built_anew(
     damage(folder)
     assert differences(folder) == [named]
     steps: list[str] = []
-    bundled_model(tmp_path, lambda what, fraction: steps.append(what))
+    bundled_model(tmp_path, lambda phase, fraction: steps.append(phase))
     assert steps[0] == f"the bundled model in {folder} has changed ({named}): rebuilding it"
     assert not differences(folder)
     assert len(fake) == 2
@@ -214,7 +214,7 @@ def test_a_cache_that_cannot_be_a_folder_is_named(tmp_path: Path, fake: list[int
 
 def test_progress_rises_to_one(tmp_path: Path, fake: list[int]) -> None:
     fractions: list[float] = []
-    bundled_model(tmp_path, lambda what, fraction: fractions.append(fraction))
+    bundled_model(tmp_path, lambda phase, fraction: fractions.append(fraction))
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
 

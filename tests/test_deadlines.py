@@ -83,7 +83,7 @@ def test_successive_late_calls_are_not_examined_each_time():
 
         late: list[int] = []
         calls = Calls(
-            (number, Call(1 + number / 1000, lambda each=number: late.append(each))) for number in range(1000)
+            (number, Call(1 + number / 1000, lambda number=number: late.append(number))) for number in range(1000)
         )
         deadlines = Deadlines(calls)
         for call in dict.values(calls):

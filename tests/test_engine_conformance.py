@@ -132,12 +132,12 @@ def draft_model(folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
+async def hosted(host: type[ServiceActor], folder: Path, options: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_folder(), tied=False)
-    if "{}" in (text := given.get("speculation", "")):
-        given = {"speculation": text.format(draft_model(folder))}
-    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=KV_CACHE_BYTES / 2**30, **given)
+    if "{}" in (text := options.get("speculation", "")):
+        options = {"speculation": text.format(draft_model(folder))}
+    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=KV_CACHE_BYTES / 2**30, **options)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (run_cluster, faults):
         service = Service("engines", run_cluster, faults)

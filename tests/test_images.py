@@ -388,7 +388,7 @@ def test_other_names_are_refused(text: str):
 async def test_a_killed_unpacking_begins_again_and_one_that_always_is_killed_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    made, kills_left = big(), 3
+    large_image, kills_left = big(), 3
     unpack = Unpacker.unpack
 
     def killed(self: Unpacker, *arguments: Any) -> Any:
@@ -400,7 +400,7 @@ async def test_a_killed_unpacking_begins_again_and_one_that_always_is_killed_is_
 
     monkeypatch.setattr(Unpacker, "unpack", killed)
     with registry() as server:
-        reference = server.add(made, "it:1")
+        reference = server.add(large_image, "it:1")
         store = ImageStore(tmp_path / "store")
         assert all(folder.is_dir() for folder in (await store.get(reference)).layers)
         await store.prune()

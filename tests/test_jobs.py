@@ -50,7 +50,7 @@ async def test_a_host_whose_process_ends_is_reported_by_name():
     job = build_job("process:2")
     assert isinstance(job, Job)
     losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-    async with job.open(JobListener(on_lost=lambda *told: losses.put_nowait(told))) as hosts:
+    async with job.open(JobListener(on_lost=lambda *loss: losses.put_nowait(loss))) as hosts:
         assert list(hosts) == ["host0", "host1"]
         os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
         lost_host = await asyncio.wait_for(losses.get(), 60)

@@ -139,7 +139,7 @@ async def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
     cluster: ApiServer, kubeconfig: Path, tmp_path: Path
 ):
     losses: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-    listener = JobListener(on_lost=lambda *told: losses.put_nowait(told))
+    listener = JobListener(on_lost=lambda *loss: losses.put_nowait(loss))
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, losses.put_nowait, ("all", "save"))
     async with job_of(kubeconfig, hosts=3).open(listener) as hosts:
         assert list(cluster.policies) == ["forgerl"]

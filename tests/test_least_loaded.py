@@ -95,7 +95,7 @@ def test_lent_experts_have_the_outputs_and_gradients_of_plain_ones(ranks: int):
         for name, (plain, ours) in zip(cases, rank_ways, strict=True):
             for expected, other in zip(plain, ours, strict=True):
                 torch.testing.assert_close(
-                    other, expected, rtol=1e-12, atol=1e-11, msg=lambda said, name=name: name + said
+                    other, expected, rtol=1e-12, atol=1e-11, msg=lambda message, name=name: name + message
                 )
 
 

@@ -59,7 +59,7 @@ def run(python: Path, out: Path, task: str = "arc") -> tuple[dict[str, Any], lis
     warnings: list[str] = []
     settings = {"tasks": [task], "output_path": str(out)}
     results = asyncio.run(
-        run_lm_eval(python, settings, "the-key", progress=lambda *each: bars.append(each), tell=warnings.append)
+        run_lm_eval(python, settings, "the-key", progress=lambda *bar: bars.append(bar), tell=warnings.append)
     )
     return results, bars, warnings
 
@@ -185,9 +185,9 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
 def test_the_context_is_as_long_as_model_and_memory_allow(tiny_model: Path, tmp_path: Path):
     read = json.loads((tiny_model / "config.json").read_text())
 
-    def longest(positions: int, max_tokens: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:
+    def longest(positions: int, max_tokens: int | None = lm_eval.MOST_CONTEXT, **options: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
-        config = Generator.Config(**given)
+        config = Generator.Config(**options)
         return with_longest_context(config, tmp_path, min_tokens=config.max_tokens, max_tokens=max_tokens).max_model_len
 
     assert longest(3000) == 3000

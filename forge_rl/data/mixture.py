@@ -331,10 +331,10 @@ def as_mixture(sources: AnySources, *, seed: int) -> Mixture:
 
 
 def _as_number(name: str, weight: object) -> float:
-    """Return a source's weight as a float, which JSON can hold; NumPy's and PyTorch's numbers are none to it.
+    """Return a source's weight as a float, which JSON can hold; NumPy's and PyTorch's numbers are unknown to it.
 
     Raises:
-        TaskError: it is no number.
+        TaskError: it is not a number.
     """
     # A text is a number to `float`, and a truth value to both.
     if not isinstance(weight, str | bytes | bool):

@@ -257,7 +257,7 @@ def _raised_env(factory: EnvFactory, task: Task) -> Env:
 
 
 async def reset_env(env: Env) -> Observation:
-    """Begin the episode; lone surrogates in its texts become question marks, as in those of its steps.
+    """Begin the episode; lone surrogates in the observation become question marks, as `step_env` does with a step's.
 
     Raises:
         ForgeError: `reset` returned no Observation.
@@ -269,7 +269,8 @@ async def reset_env(env: Env) -> Observation:
             hint="return Observation(messages=...)",
         )
     texts = {"messages": observation.messages, "tools": observation.tools}
-    return observation if encodable(texts) is texts else observation.updated(**encodable(texts))
+    encodable_texts = encodable(texts)
+    return observation if encodable_texts is texts else observation.updated(**encodable_texts)
 
 
 async def step_env(env: Env, completion: str, truncated: bool = False, parsed: Parsed | None = None) -> Step:
@@ -292,7 +293,8 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
             f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
         )
     texts = {"messages": step.messages, "history": step.history, "output": step.output}
-    return step if encodable(texts) is texts else step.updated(**encodable(texts))
+    encodable_texts = encodable(texts)
+    return step if encodable_texts is texts else step.updated(**encodable_texts)
 
 
 Given: TypeAlias = tuple[str, bool, Parsed | None]

@@ -50,8 +50,8 @@ def load(text: str, flag: str) -> object:
 
 
 def code_files(text: str) -> tuple[Path, ...]:
-    """Return the file of `FILE.py:NAME`, or of `MODULE:NAME` in the working directory, without importing it; none if
-    there is no such file.
+    """Return the file of `FILE.py:NAME`, or of `MODULE:NAME` in the working directory, without importing it; nothing if
+    that file does not exist.
 
     code_files("agents.mine:solve")  # (Path("agents/mine.py"),)
     """

@@ -210,7 +210,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("factory", "arguments", "shown", "output"),
+    ("factory", "arguments", "prompt_text", "output"),
     [
         (ToolEnv([files]), r'{"folder": "x"}', "1?.txt", "done"),
         (ToolEnv([files], compact=list), r'{"folder": "\ud800"}', '"arguments": {"folder": "?"}', "done"),
@@ -218,7 +218,7 @@ class Plain:
         (lambda task: Plain(), "", "then ?", "?"),
     ],
 )
-async def test_an_environments_texts_can_be_shown(factory: Any, arguments: str, shown: str, output: str):
+async def test_an_environments_texts_can_be_shown(factory: Any, arguments: str, prompt_text: str, output: str):
     prompts, answers = list[str](), ["call", "done"]
 
     async def decode(prompt_ids: Sequence[int]) -> Turn:
@@ -236,7 +236,7 @@ async def test_an_environments_texts_can_be_shown(factory: Any, arguments: str, 
     task = Task(id="1", source="s", messages=tuple(HI))
     episode = await EpisodeRunner(tokenizer(), environment, reward, parse)(task, decode)
     assert (episode.outcome, episode.text) == (Outcome.COMPLETED, output), episode.problem
-    assert shown in prompts[1]
+    assert prompt_text in prompts[1]
 
 
 @pytest.mark.parametrize("text", [LONE, "a\udfffb", f"<|im_end|>{LONE}", "\ud83d \ude00"])
