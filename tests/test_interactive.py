@@ -80,6 +80,9 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
             assert (run.step, run.trainer.updates, run.trainer.version, run.last_batch) == (0, 0, version + 1, None)
             assert metrics(tmp_path / "run") == []
             line.run(step(run))
+            run.stop()
+            run.pause()
+            assert not run.paused, "a pause would hold up the end"
         finally:
             line.run(run.close())
         line.run(run.close())  # again: nothing happens

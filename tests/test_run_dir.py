@@ -206,6 +206,12 @@ def test_a_run_from_before_adapters_had_a_dtype_keeps_float32(rank: int, tmp_pat
     assert choose_folder(config, "grpo", folder) == (folder, [])
 
 
+def test_a_file_in_place_of_the_folder_is_told_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ConfigError, match=r"--out .*run is a file"):
+        choose_folder(Config(), "grpo", tmp_path / "run")
+
+
 @pytest.mark.parametrize(("backoff_s", "expected"), [(1.0, ""), (2.5, "was 2.5, is no longer a flag, and always 1.0")])
 def test_a_flag_that_became_a_constant_is_told_only_if_the_run_had_set_it(
     backoff_s: float, expected: str, tmp_path: Path

@@ -118,6 +118,13 @@ async def main(_):
         case "task": await asyncio.sleep(60)
         case "main": await goes_on()
         case "loop": time.sleep(60)
+        case "save":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                print("saving", flush=True)
+                await asyncio.sleep(1)
+                print("saved", flush=True)
 
 @dataclasses.dataclass(frozen=True)
 class Config: ...
@@ -134,4 +141,16 @@ def test_a_program_ends_at_the_latest_with_its_second_signal(stuck: str, signals
         for _ in range(signals):
             time.sleep(0.1)  # two at once are one
             program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 143
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)])
+def test_signals_of_two_kinds_are_one_request_which_lets_a_run_save(numbers: tuple[signal.Signals, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", _STUBBORN, "save"], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"ready\n"
+        program.send_signal(numbers[0])
+        assert program.stdout.readline() == b"saving\n"
+        program.send_signal(numbers[1])
+        assert program.stdout.readline() == b"saved\n"
         assert program.wait(60) == 143

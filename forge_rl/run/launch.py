@@ -145,15 +145,15 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
         # A fork inherits the handler; the signal that it got is no request to this run.
         if os.getpid() != process:
             return
-        # Two different signals count as one request: systemd sends SIGHUP with SIGTERM. So do several notices of a
-        # scheduler, one of each host.
+        # Two different signals count as one request: systemd sends SIGHUP with SIGTERM, and a scheduler may follow a
+        # user's Ctrl-C, which asyncio handles. So do several notices of a scheduler, one of each host.
         is_second = number in received and number != signal.SIGUSR1
         if is_second:
             # A thread, since a blocked event loop or a task that ignores its cancellation could hold up the exit.
             exiting = threading.Timer(_LAST_S, os._exit, [128 + number])
             exiting.daemon = True
             exiting.start()
-        if is_second or not received:
+        if is_second or not (received or task.cancelling()):
             loop.call_soon_threadsafe(task.cancel)
         received.append(signal.Signals(number))
 

@@ -399,9 +399,11 @@ class Run(Generic[C]):
         """Pause: engines hold their requests at a token boundary, and training stops after the current step.
 
         A rollout stands still at once, an update runs to its end. Metrics and deadlines exclude the time. Checkpoints,
-        live changes, chats and `stop` work meanwhile; `resume` ends the pause.
+        live changes, chats and `stop` work meanwhile; `resume` ends the pause. A run that is stopping does not pause.
         """
-        if not self.paused:
+        if self._stopping:
+            self._live.report("not paused, as the run stops after the current step")
+        elif not self.paused:
             self._hold.pause()
             self._monitor.display.pause(self._hold)
             self._live.report("paused: engines hold their requests, and training stops after the current step")

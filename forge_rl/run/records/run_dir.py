@@ -65,6 +65,8 @@ def choose_folder(
         CheckpointError: it cannot be read.
     """
     with reading(out or Path("runs")):
+        if out is not None and is_there(out) and not out.is_dir():
+            raise ConfigError(f"--out {out} is a file", hint="name a folder, which is made if it is not there")
         return _choose_folder(config, recipe, out, code or {})
 
 
