@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,6 @@ from forge_rl.types import Batch, Episode, Group, Task, Turn
 from forge_rl.weights.manifest import draft
 
 _SEQ_LEN = 512
-_M_MMAP_THRESHOLD = -3
-"""Option of glibc's mallopt."""
 _LR, _CLIP, _MAX_NORM = 1e-4, 0.2, 1.0
 
 
@@ -68,17 +65,8 @@ def _engine(folder: Path, lora: LoRAConfig) -> Any:
     return TitanEngine(folder, TrainSettings(lora=lora, seq_len=_SEQ_LEN, dtype="float32", optimizer=optimizer))
 
 
-def update_peak(
-    rank: int, folder: Path, lora: LoRAConfig, shape: dict[str, int], mapped_bytes: int | None = None
-) -> int:
-    """Return the most memory in bytes that three updates take, with the model and without the process's own.
-
-    Args:
-        mapped_bytes: size from which blocks are mapped and returned one by one, instead of kept in the heap; by default
-            a trainer's, see `forge_rl.engines.cpu.HEAP_ENVIRONMENT`.
-    """
-    if mapped_bytes is not None:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
+def update_peak(rank: int, folder: Path, lora: LoRAConfig, shape: dict[str, int]) -> int:
+    """Return the most memory in bytes that three updates take, with the model and without the process's own."""
     batch = drawn_batch(read_architecture(folder).vocab, **shape)
     before = private_bytes()
     with sampled_peak(private_bytes, 0.01) as peak:

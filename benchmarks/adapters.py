@@ -2,13 +2,12 @@
 
 python -m benchmarks.adapters --json out.json
 
-Memory and time are of updates of SmolLM2-135M in float32, each in a process of its own; `lora_memory_over_full_mapped`
-is without the gaps that glibc's heap leaves between blocks. `update_over_peft` is the ratio to transformers with peft
-on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from peft's, in float64, over
-all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong in one way: in what it
-reads, where the comparison of bytes must name the tensor, and in what it serves, where the logprobs of probes must
-betray it; there, also versions of all weights. `probes_cpu_share` is the share of a version's probes in the CPU time
-of a step of full training in float32, `probes_cpu_share_bfloat16` in bfloat16.
+Memory and time are of updates of SmolLM2-135M in float32, each in a process of its own. `update_over_peft` is the ratio
+to transformers with peft on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from
+peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
+in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
+logprobs of probes must betray it; there, also versions of all weights. `probes_cpu_share` is the share of a version's
+probes in the CPU time of a step of full training in float32, `probes_cpu_share_bfloat16` in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ from forge_rl.engines.platform import init_distributed
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 
-_MAPPED_BYTES = 1 << 16
-"""Size from which `lora_memory_over_full_mapped` maps blocks, so that its heap has no gaps to speak of."""
 _LLAMA: dict[str, object] = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 _QWEN3: dict[str, object] = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "head_dim": 128}
 _SIZES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
@@ -103,11 +100,9 @@ def measure(config: Config, report: Report) -> None:
         "answer": config.answer_tokens,
     }
     # Each in a process of its own: memory that one has freed would hide the next one's peak.
-    for suffix, mapped_bytes in (("", None), ("_mapped", _MAPPED_BYTES)):
-        settings = lora, LoRAConfig()
-        adapted, full = (run_ranks(update_peak, 1, folder, setting, shape, mapped_bytes)[0] for setting in settings)
-        report.rows.append({f"peak_bytes_lora{suffix}": adapted, f"peak_bytes_full{suffix}": full})
-        report.results[f"lora_memory_over_full{suffix}"] = adapted / full
+    adapted, full = (run_ranks(update_peak, 1, folder, setting, shape)[0] for setting in (lora, LoRAConfig()))
+    report.rows.append({"peak_bytes_lora": adapted, "peak_bytes_full": full})
+    report.results["lora_memory_over_full"] = adapted / full
     (report.results["publish_bytes_share"],) = run_ranks(published_share, 1, folder, lora)
     (pairs,) = run_ranks(update_seconds, 1, folder, lora, shape, config.repeats)
     report.rows += [{"update_s": ours, "peft_update_s": peer} for ours, peer in pairs]

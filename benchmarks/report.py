@@ -27,6 +27,7 @@ from rich.text import Text
 from benchmarks.sigterm import exit_on_sigterm
 from forge_rl.errors import ForgeError
 from forge_rl.run.records.run_dir import as_json, versions
+from forge_rl.system.allocator import allocator_environment
 from forge_rl.system.streams import outlive_readers
 
 LEAST_REPEATS = 5
@@ -172,6 +173,7 @@ def machine() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
         "load_at_start": round(os.getloadavg()[0], 2),
+        "trainer_heap": "tcmalloc" if allocator_environment() else "glibc",
     }
     if gpus := _gpus():
         description["gpu"] = gpus

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from forge_rl.engines import factory
+from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 from forge_rl.engines.factory import decode_environment, thread_environment, train_environment
 from forge_rl.engines.titan import train
+from forge_rl.system.allocator import allocator_environment
 
 
 @pytest.mark.parametrize(("sharers", "threads"), [(1, "4"), (2, "2"), (3, "1"), (9, "1")])
@@ -60,16 +63,54 @@ print(large >> 20, kept >> 20, roomy >> 20, (resident() - before) >> 20)
 """
 
 
+def _freed(env: dict[str, str]) -> tuple[int, ...]:
+    """Return the MiB that a process with these variables has at the four points of FREED."""
+    command = [sys.executable, "-c", FREED]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=True)
+    return tuple(map(int, done.stdout.split()))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is the GPU's memory that is released there")
 def test_a_trainer_keeps_what_it_freed_until_memory_is_short() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FREED], env=os.environ | train_environment(1), capture_output=True, text=True, check=True
-    )
-    large, kept_bytes, roomy, short = map(int, done.stdout.split())
+    env = train_environment(1)
+    env.pop("LD_PRELOAD", None)
+    large, kept_bytes, roomy, short = _freed(env)
     assert large < 50, "one block of 256 MiB would leave a gap"
     assert kept_bytes > 200, "32 blocks of 8 MiB stay in the heap, where the next step takes them"
     assert roomy > 200
     assert short < 50
+
+
+@pytest.mark.skipif(not allocator_environment(), reason="needs libtcmalloc-minimal4")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is the GPU's memory that is released there")
+def test_tcmalloc_returns_what_a_trainer_freed_once_memory_is_short() -> None:
+    _, _, roomy, short = _freed(train_environment(1))
+    assert roomy > 200
+    assert short < 50
+
+
+@pytest.mark.parametrize(
+    ("preloaded", "expected"),
+    [("", "{tcmalloc}"), ("/a.so /b.so", "{tcmalloc}:/a.so /b.so"), ("/x/libjemalloc.so", None)],
+)
+def test_tcmalloc_is_used_where_it_is_installed_and_no_other_allocator_is_chosen(
+    preloaded: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", preloaded)
+    folders = [str(tmp_path / "none"), str(tmp_path)]
+    assert allocator_environment(folders) == {}
+    tcmalloc = tmp_path / "libtcmalloc_minimal.so.4"
+    tcmalloc.touch()
+    variables = {} if expected is None else {"LD_PRELOAD": expected.format(tcmalloc=tcmalloc)}
+    assert allocator_environment(folders) == variables
+
+
+def test_trainers_on_gpus_keep_their_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HEAP_ENVIRONMENT, "LD_PRELOAD", "/libtcmalloc_minimal.so.4")
+    monkeypatch.setattr(factory, "device_type", lambda: "cpu")
+    assert train_environment(1)["LD_PRELOAD"] == "/libtcmalloc_minimal.so.4"
+    monkeypatch.setattr(factory, "device_type", lambda: "cuda")
+    assert "LD_PRELOAD" not in train_environment(1)
 
 
 def test_a_trainer_frees_a_steps_memory_before_engines_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     machine, versions = report["machine"], report["versions"]
     packages = [f"{name} {version}" for name, version in versions.items() if isinstance(version, str)]
     memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
+    memory += ", trainers with tcmalloc" * (machine.get("trainer_heap") == "tcmalloc")
     lines = [
         "## Measured",
         "",

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
+from forge_rl.system.allocator import allocator_environment
+
 _SHORT = 0.25
 """Memory is short while less than this share is available."""
 
@@ -20,14 +22,19 @@ HEAP_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(MAPPED_BYTES),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(64 << 20),
-}
-"""Environment variables that make glibc keep freed blocks of less than `MAPPED_BYTES`.
+} | allocator_environment()
+"""Environment variables of a trainer's heap on CPU: tcmalloc where the machine has it, and glibc's, which keeps freed
+blocks of less than `MAPPED_BYTES`.
 
 Every step frees and allocates blocks of the same sizes. By default glibc returns most blocks to the kernel and gets
 them back zeroed, page by page; these variables keep them until `release_heap`. An update of SmolLM2-135M on a row of
 1,024 tokens in float32 takes a sixth less time, and its peak is 0.2 GiB higher, which the plan counts
 (`TrainMemory.heap`). Larger blocks are mapped one by one, because gaps between them would be large: with all blocks in
 the heap, the peak of a row of 8,192 tokens was 5.0 GiB instead of 3.8, and its time 3% less.
+
+glibc 2.36 reuses a freed aligned block, as torch's are, only for a smaller one. With tcmalloc, three updates of
+adapters took 1.20 GiB in place of 1.83, and an update on a row of 4,096 tokens 3.32 GiB in place of 3.83, at no more
+CPU time.
 """
 
 
@@ -44,8 +51,11 @@ def release_heap(available: float) -> None:
 
 def trim_heap() -> None:
     """Return freed heap blocks to the system, including blocks below others that are in use."""
+    libraries = ctypes.CDLL(None)
+    if hasattr(libraries, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc's
+        libraries.MallocExtension_ReleaseFreeMemory()
     with contextlib.suppress(AttributeError):  # a C library without it
-        ctypes.CDLL(None).malloc_trim(0)
+        libraries.malloc_trim(0)
 
 
 def meet_over(interface: str, *, nccl: bool) -> None:

@@ -63,7 +63,10 @@ def thread_environment(sharers: int, cores: int | None = None) -> dict[str, str]
 
 def train_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
     """Return environment variables for one of `ranks` trainer ranks on a host with `cores`, by default this one's."""
-    return thread_environment(ranks, cores) | HEAP_ENVIRONMENT
+    env = thread_environment(ranks, cores) | HEAP_ENVIRONMENT
+    if device_type() == "cuda":  # whose tensors are not in the heap
+        env.pop("LD_PRELOAD", None)
+    return env
 
 
 def decode_environment(
