@@ -4,10 +4,11 @@ python -m benchmarks.adapters --json out.json
 
 Memory and time are of updates of SmolLM2-135M in float32, each in a process of its own. `update_over_peft` is the ratio
 to transformers with peft on the same episodes, in turn. `worst_deviation` is the largest difference of a gradient from
-peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters that are wrong
-in one way: in what it reads, where the comparison of bytes must name the tensor, and in what it serves, where the
-logprobs of probes must betray it; there, also versions of all weights. `probes_cpu_share` is the share of a version's
-probes in the CPU time of a step of full training in float32, `probes_cpu_share_bfloat16` in bfloat16.
+peft's, in float64, over all families with adapters. For `mutations_missed`, a real engine gets adapters with one
+mistake each: some in the bytes of a version, where the comparison of bytes must name the tensor, others in the adapter
+that it serves afterwards, where the logprobs of probes must betray it; the latter also with versions of all weights.
+`probes_cpu_share` is the share of a version's probes in the CPU time of a step of full training in float32,
+`probes_cpu_share_bfloat16` in bfloat16.
 """
 
 from __future__ import annotations

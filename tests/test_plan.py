@@ -130,8 +130,8 @@ def test_the_plan_of_a_cpu_is_what_rows_took(tmp_path: Path, monkeypatch: pytest
     for (checkpointing, tokens), peak in measured.items():
         settings = TrainSettings(dtype="float32", seq_len=tokens, activation_checkpointing=checkpointing)
         planned = plan_training(tmp_path, settings, ranks=1, reference=False)
-        # Gaps in a CPU's heap differ by 5% from run to run.
-        assert PROCESS_BYTES + planned.total == pytest.approx(peak, rel=0.07)
+        # Gaps in glibc's heap differ by 5% from run to run.
+        assert PROCESS_BYTES + planned.total == pytest.approx(peak, rel=0.06)
 
 
 def test_a_plan_splits_states_over_ranks_and_counts_frozen_parts(tmp_path: Path):

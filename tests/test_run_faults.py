@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forge_rl.system.allocator import allocator_environment
 from forge_rl.weights.volume import reclaim
 from tests.commands import (
     TASKS,
@@ -91,6 +92,8 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
         signal_all(command, number, children=True)
     command.wait_for(f"step +{metrics(out)[-1]['step'] + 2}/")
     assert "failed" not in command.output
+    libraries = {Path(part.path).name for part in actor_of(command, "trainer").memory_maps()}
+    assert any(name.startswith("libtcmalloc") for name in libraries) == bool(allocator_environment())
     # One at a time, so that the machine has room; both engines at once in the end.
     faults = [
         ("reward", 0, signal.SIGKILL, "SIGKILL"),

@@ -32,7 +32,7 @@ them back zeroed, page by page; these variables keep them until `release_heap`. 
 (`TrainMemory.heap`). Larger blocks are mapped one by one, because gaps between them would be large: with all blocks in
 the heap, the peak of a row of 8,192 tokens was 5.0 GiB instead of 3.8, and its time 3% less.
 
-glibc 2.36 reuses a freed aligned block, as torch's are, only for a smaller one. With tcmalloc, three updates of
+glibc 2.36 reuses a freed aligned block, as torch's are, only for a smaller one. With tcmalloc, four updates of
 adapters took 1.20 GiB in place of 1.83, an update on a row of 4,096 tokens 3.32 GiB in place of 3.83, and updates of
 `benchmarks.grpo_step` 5.9 s in place of 6.8 (float32) and 3.6 in place of 4.7 (bfloat16).
 """
