@@ -85,6 +85,31 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
+LATEST_START = float(os.environ.get("FORGE_RL_TESTS_UNTIL", "inf"))
+"""Seconds since 1970 after which no further test starts."""
+OUT_OF_TIME = "not started: its time was up"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skips what would begin too late, before its fixtures start anything."""
+    if time.time() > LATEST_START:
+        pytest.skip(OUT_OF_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the tests that did not start, which a line of -ra would only count."""
+    not_started = [
+        report.nodeid
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple) and report.longrepr[2].endswith(OUT_OF_TIME)
+    ]
+    if not_started:
+        terminalreporter.section(f"{len(not_started)} tests did not start: the time until FORGE_RL_TESTS_UNTIL was up")
+        for nodeid in sorted(not_started):
+            terminalreporter.line(nodeid)
+
+
 hypothesis.settings.register_profile("forge_rl", deadline=None)  # a busy machine is no fault of the code
 hypothesis.settings.load_profile("forge_rl")
 
