@@ -29,7 +29,9 @@ from tests.fakes import TASK, hf_weights, make_model
 from tests.plain_trainer import PlainTrainer
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
-BOUND = 1e-10
+BOUND = 1e-9
+"""AdamW divides gradients by their size, so it enlarges the rounding of tiny ones, which depends on the CPU: without
+AVX-512 one case was off by 1.2e-10 of the weights' movement, and most by less than 3e-13."""
 VOCAB = 43
 
 
