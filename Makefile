@@ -94,6 +94,8 @@ test-long: $(STAMP)  ## whole runs under faults, over hosts, on a real Slurm
 	$(PYTEST) -m "long and not nightly" $(addprefix --ignore=,$(ALONE)) $(ARGS)
 	$(BIN)/python -m pytest -m "long and not nightly" $(ALONE) $(ARGS)
 
+# A night must not pass without the tests of other packages' clients.
+test-nightly: export FORGE_RL_REQUIRE_PEERS := 1
 test-nightly: $(STAMP)  ## the longest: every layout, command of the docs, kind of run and wheel
 	$(PYTEST) -m nightly $(addprefix --ignore=,$(ALONE)) $(ARGS)
 	$(BIN)/python -m pytest -m nightly $(ALONE) $(ARGS)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peer_environments import MINI_SWE, set_up
-from benchmarks.report import BenchmarkError
+from benchmarks.peer_environments import MINI_SWE
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.agent_command import AgentCommand
@@ -25,6 +24,7 @@ from tests.commands import Command, metrics, tiny_run
 from tests.container_images import host_layer, layer, written_layout
 from tests.fake_backend import FakeBackend, letters_of
 from tests.harbor_tasks import FILES, TASKS, write_tasks
+from tests.peer_pythons import peer_python
 from tests.sandbox_pool import loop_with_pool, needs_bubblewrap
 from tests.test_agent_command import ASKS, python
 from tests.test_agent_openai import PolicyClient, attempts_of
@@ -63,10 +63,7 @@ def flag(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def mini_python() -> Path:
     """The Python of an environment with mini-swe-agent, made once."""
-    try:
-        return set_up(MINI_SWE)
-    except BenchmarkError as error:
-        pytest.skip(f"the environment of mini-swe-agent cannot be made here: {error}")
+    return peer_python(MINI_SWE)
 
 
 def episode_of(loop: asyncio.Runner, folder: Path, command: Any, replies: list[str], name: str = "sort") -> Any:

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.adapter_settings import AdamStep
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway.errors import ApiError
+from forge_rl.packing.rows import Minibatch
+from forge_rl.services.trainer_adapters import Pass
 from forge_rl.tinker import futures, sessions, tenants, trainings, wire
 from forge_rl.tinker.checkpoints import CheckpointStore, SaveSettings
 from forge_rl.tinker.futures import FutureResult, Promises
@@ -542,6 +545,35 @@ def test_a_file_of_all_sessions_is_split_into_one_for_each(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"sessions\.json cannot be read"):
         Sessions(folder, max_sessions=2, on_end=lambda _: None)
     assert file.exists()
+
+
+async def test_a_training_with_many_passes_in_its_queue_and_one_with_a_single_pass_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, may_step, model_ids = FakeTrainer(), asyncio.Event(), list[str]()
+    step, run = trainer.adapters.step, trainer.adapters.run
+
+    async def held_step(name: str, adam: AdamStep) -> tuple[dict[str, float], int]:
+        await may_step.wait()
+        return await step(name, adam)
+
+    async def noted_run(name: str, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Pass:
+        model_ids.append(name)
+        return await run(name, minibatch, loss, backward=backward)
+
+    monkeypatch.setattr(trainer.adapters, "step", held_step)
+    monkeypatch.setattr(trainer.adapters, "run", noted_run)
+    async with serving(tmp_path, trainer) as server:
+        ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
+        anns, bobs = await ann.model(await ann.session()), await bob.model(await bob.session())
+        await ann.step(anns, 1)  # all that follows is in the queue before it ends
+        promises = [await ann.run(anns, seq) for seq in range(2, 22)]
+        bobs_promise = await bob.run(bobs, 1)
+        may_step.set()
+        assert isinstance(await bob.result(bobs_promise), bytes)
+        for promise in promises:
+            await ann.result(promise)
+    assert model_ids == [anns, bobs, *[anns] * 19]
 
 
 async def test_slow_clients_hold_up_nobody(tmp_path: Path):

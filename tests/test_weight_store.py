@@ -16,8 +16,10 @@ from forge_rl.services import weight_store as module
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.services.weight_store_actor import Holder
 from forge_rl.weights import volume as volume_module
-from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.manifest import Bucket, Manifest, ShardReport, TensorSpec, factor_names
 from forge_rl.weights.segment import PAGE, writable
+from forge_rl.weights.slices import TensorSlice
+from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
 from tests.fake_store import (
@@ -235,6 +237,41 @@ async def test_a_steady_state_takes_the_memory_of_two_versions(shm: Path, change
         assert max(store_bytes) <= 2 * VERSION_BYTES
         assert store_bytes[3:] == [VERSION_BYTES + new] * len(store_bytes[3:])
         assert (new == VERSION_BYTES) == (changed == tuple(SHAPES))
+
+
+async def test_versions_of_adapters_share_one_copy_of_the_base(shm: Path):
+    weights = {name: torch.ones(SHAPES[name]) for name in ("a", "d")}
+    base_bytes = sum(values.nbytes for values in weights.values())
+    base_buckets, store_bytes = set[Bucket](), list[int]()
+    async with shared(shm, keep_versions=2) as (store, _):
+        transport = store.transport()
+        for version in range(1, 6):
+            factors = dict[str, torch.Tensor]()
+            for name, values in weights.items():
+                a_name, b_name = factor_names(name)
+                factors[a_name] = torch.full((1, values.shape[1]), float(version))
+                factors[b_name] = torch.full((values.shape[0], 1), float(version))
+            published = {
+                name: (values, TensorSlice.whole(values.shape)) for name, values in (factors | weights).items()
+            }
+            specs = [TensorSpec(name=name, shape=tuple(values.shape)) for name, values in factors.items()]
+            specs += [
+                TensorSpec(name=name, shape=tuple(values.shape), changed=False, adapter_scale=2.0)
+                for name, values in weights.items()
+            ]
+            shards = [
+                LocalShard(name=name, tensor_slice=whole, values=values) for name, (values, whole) in published.items()
+            ]
+            sums = [ShardReport(name=name, tensor_slice=published[name][1], fingerprint=version) for name in weights]
+            async with store.publishing(version, specs, torch.float32) as publication:
+                manifest = await publication.commit([await transport.write(publication.draft, shards, rank=0)], sums)
+            base_keys = {entry.bucket for entry in manifest.tensors if entry.name in weights}
+            base_buckets |= {bucket for bucket in manifest.buckets if bucket.key in base_keys}
+            store_bytes.append(sum(path.stat().st_size - PAGE for path in segments(shm)))
+            assert await read(transport, manifest) == dict.fromkeys(factors, version) | dict.fromkeys(weights, 1)
+        factor_bytes = sum(bucket.bytes for bucket in manifest.written)
+    assert sum(bucket.bytes for bucket in base_buckets) == base_bytes, "those of the first version, in their places"
+    assert store_bytes == [base_bytes + count * factor_bytes for count in (1, 2, 2, 2, 2)]
 
 
 async def test_changes_that_wander_take_little_more(shm: Path):

@@ -125,7 +125,7 @@ def main(kind: str, model: str, url: str, folder: Path, steps: int = 3) -> None:
         asyncio.run(
             supervised_train.main(
                 supervised_train.Config(
-                    dataset_builder=data, learning_rate=1e-3, num_epochs=5, infrequent_eval_every=0, **shared
+                    dataset_builder=data, learning_rate=1e-2, num_epochs=5, infrequent_eval_every=0, **shared
                 )
             )
         )
