@@ -39,9 +39,11 @@ FORMS = {
     "long_run": "--steps 200 --past 300",
     "methods": "--only grpo --seeds 0 --steps 1 --warmup-updates 0 --groups 1 --group-size 2 --minibatches 1 "
     "--max-tokens 4 --tasks 2",
+    "modelling_memory": "--families qwen3_moe --width 128 --layers 1 --tokens 64",
     "models": "--models allenai/OLMo-2-0425-1B-Instruct --no-engines --no-whole-runs",
     "numerics": "--formats float32 --completions 2 --tokens 8",
     "overhead": "--smoke",
+    "prefix_states": "--shapes 16x8x2 tree",
     "recording": "--episodes 16 --tokens 600 --train-s 1 --page-episodes 500",
     "recovery": "--smoke",
     "router_replay": "--completions 2 --tokens 8 --layers 1",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks import layouts, models
@@ -37,7 +38,7 @@ from tests.test_layouts import UPDATES, relays
 from tests.zoo.folders import write, write_for_ranks
 from tests.zoo.general import GENERAL, LONG_TURNS, UNSERVED
 from tests.zoo.packed import compare, engine_of, rows_of
-from tests.zoo.trained import dtype_of, stored, write_model
+from tests.zoo.trained import ALL, dtype_of, modelling_of, stored, write_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -57,14 +58,25 @@ MIXTURES = (
 )
 """Those with experts that can be on several ranks."""
 HYBRID = "ibm-granite/granite-4.0-h-1b"
+PREDICTING = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+"""One whose files have layers for multi-token prediction that no module of transformers' code is for."""
+DTYPES_IN_CI = (HYBRID, PREDICTING, "zai-org/GLM-4.5-Air", "mistralai/Mixtral-8x7B-Instruct-v0.1", "Qwen/Qwen3-0.6B")
+"""Those whose saved dtypes each CI run compares: with experts, biases that choose them, and a copied head."""
 SHARED = [name for name, checkpoint in GENERAL.items() if checkpoint.family in TENSOR_COMPARED]
 """Those whose matrices tensor-parallel ranks share."""
 
 
-@pytest.mark.parametrize("name", GENERAL)
-def test_packed_rows_of_published_folders_equal_transformers(name: str, tmp_path: Path):
-    folder = write(name, tmp_path / "hf")
-    modelling = "transformers" if GENERAL[name].family in FAMILIES else "auto"
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *((name, {}) for name in GENERAL),
+        ("zai-org/GLM-4.5-Air", {"use_qk_norm": True}),  # as GLM-4.5 and later ones have it
+        ("unsloth/gpt-oss-20b-BF16", {}),  # attention sinks
+    ],
+)
+def test_packed_rows_of_published_folders_equal_transformers(name: str, values: dict, tmp_path: Path):
+    folder = write(name, tmp_path / "hf", **values)
+    modelling = "transformers" if ALL[name].family in FAMILIES else "auto"
     architecture = read_architecture(folder, modelling)
     assert architecture.family.general
     assert not check_weights(folder, architecture)
@@ -308,19 +320,43 @@ def test_a_checkpoint_goes_on_as_training_that_was_not_interrupted(values: bool,
     train_batch(reloaded, laid, loss)
 
 
-@pytest.mark.parametrize("name", [HYBRID, "zai-org/GLM-4.5-Air", "mistralai/Mixtral-8x7B-Instruct-v0.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DTYPES_IN_CI else pytest.mark.nightly)
+        for name, checkpoint in ALL.items()
+        if checkpoint.dtype == "bfloat16" and not checkpoint.quantized
+    ],
+)
 def test_a_model_trained_in_its_own_dtype_is_saved_with_all_dtypes_as_they_were(name: str, tmp_path: Path):
     source, step = write(name, tmp_path / "hf"), tmp_path / "step"
-    engine = TitanEngine(source, TrainSettings(dtype="bfloat16", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
+    if name == PREDICTING:
+        add_mtp_tensors(source)
+    settings = TrainSettings(
+        dtype="bfloat16", seq_len=128, optimizer=OptimizerConfig(lr=1e-2), modelling=modelling_of(name)
+    )
+    engine = TitanEngine(source, settings)
     train_batch(engine, packed(random_batch(1, vocab=250), seq_len=128))
     for part in ("training", "model"):
         (step / part).mkdir(parents=True)
     engine.save(step, source, version=1).result()
     before, after = ({key: value.dtype for key, value in stored(place).items()} for place in (source, step / "model"))
+    if ALL[name].head == "copy":
+        del before["lm_head.weight"]
     assert after == before
     first, last = (json.loads((place / "config.json").read_text()) for place in (source, step / "model"))
     kinds = [config.get("dtype") or config.get("torch_dtype") for config in (first, last)]
     assert kinds == ["bfloat16", "bfloat16"]
+
+
+def add_mtp_tensors(folder: Path) -> None:
+    """Add a file with layers for multi-token prediction to a folder, under their names in published ones."""
+    layer = {"mtp.fc.weight": torch.ones(4, 8, dtype=torch.bfloat16), "mtp.norm.weight": torch.ones(4)}
+    save_file(layer, folder / "mtp.safetensors", metadata={"format": "pt"})
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= dict.fromkeys(layer, "mtp.safetensors")
+    path.write_text(json.dumps(index))
 
 
 def test_a_trained_value_model_has_its_own_head(tmp_path: Path):

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from forge_rl.engines.architecture import read_architecture, read_served
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.devices import assumed_gpus
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.lora_config import LoRAConfig
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import Modelling, TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.run.plan.memory import show_plan
 from forge_rl.services.generator_config import GeneratorConfig
@@ -182,6 +183,48 @@ def test_rows_longer_than_the_short_angles_of_longrope_are_refused(tmp_path: Pat
     check_model(TrainSettings(seq_len=64), 1, architecture)
     with pytest.raises(ConfigError, match="rows of 128 tokens: an episode longer than 64 makes a 'phi3'"):
         check_model(TrainSettings(seq_len=128), 1, architecture)
+
+
+@pytest.mark.parametrize(
+    ("family", "modelling", "values", "smallest"),
+    [
+        ("mistral", "transformers", {"head_dim": 8}, 8),
+        ("llama", "native", {"head_dim": 14}, 14),
+        ("deepseek_v3", "native", {"qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 12}, 12),
+        ("deepseek_v3", "transformers", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 20}, 12),
+        ("deepseek_v3", "transformers", {"qk_nope_head_dim": 16, "qk_rope_head_dim": 4, "v_head_dim": 15}, 15),
+    ],
+)
+def test_heads_that_have_no_kernel_on_gpus_are_refused_there(
+    family: str, modelling: Modelling, values: dict, smallest: int, tmp_path: Path
+):
+    make_model(tmp_path, family, **values)
+    architecture = read_architecture(tmp_path, modelling)
+    check_model(TrainSettings(), 1, architecture)
+    message = f"a '{family}' with heads of {smallest}: on GPUs, FlexAttention"
+    with assumed_gpus(1, 80 << 30), pytest.raises(ModelError, match=message):
+        check_model(TrainSettings(), 1, architecture)
+
+
+@pytest.mark.parametrize(
+    ("family", "modelling", "values"),
+    [
+        ("mistral", "transformers", {"head_dim": 16}),
+        ("deepseek_v3", "native", {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16}),
+        ("deepseek_v3", "transformers", {"qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16}),
+    ],
+)
+def test_heads_of_sixteen_are_taken_on_gpus(family: str, modelling: Modelling, values: dict, tmp_path: Path):
+    make_model(tmp_path, family, **values)
+    with assumed_gpus(1, 80 << 30):
+        check_model(TrainSettings(), 1, read_architecture(tmp_path, modelling))
+
+
+def test_heads_of_layers_without_attention_do_not_count_on_gpus(tmp_path: Path):
+    mamba = {"mamba_d_head": 8, "mamba_n_heads": 16}
+    folder = write("ibm-granite/granite-4.0-h-1b", tmp_path / "hf", head_dim=32, **mamba)
+    with assumed_gpus(1, 80 << 30):
+        check_model(TrainSettings(), 1, read_architecture(folder))
 
 
 def test_an_attention_option_that_rows_do_not_have_is_refused_by_name():

@@ -31,6 +31,7 @@ _PASSES = _files(
 )
 """A trainer's passes and updates on CPU: without loading, saving, exports, adapters and a GPU's kernels."""
 _EXPERTS = _files("engines/titan", "expert_rows", "least_loaded", "moe", "routing")
+_GENERAL = _files("engines/titan", "general_attention", "general_model", "general_routing", "general_state")
 _PARALLEL = _files("engines/titan", "balance", "exchange", "parallel", "shards", "stages", "vocabulary")
 _KERNELS = _files(
     "engines/titan",
@@ -101,8 +102,12 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
     "models": (
         *_PASSES,
         *_EXPERTS,
-        *_files("engines/titan", "general_attention", "general_model", "general_routing", "general_state"),
+        *_GENERAL,
         *("forge_rl/engines/families", "forge_rl/packing", "tests/zoo"),
+    ),
+    "modelling_memory": (
+        *(*_PASSES, *_EXPERTS, *_GENERAL),
+        *("forge_rl/engines/families", "forge_rl/packing"),
     ),
     "models_native": (*_PASSES, *_EXPERTS, "forge_rl/engines/families", "forge_rl/packing"),
     "numerics": (*_PASSES, *_DECODING, "forge_rl/engines/vllm/prompt_scores.py"),
@@ -112,6 +117,10 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *_files("runtime", "actor", "link", "replica", "service"),
         *_files("services", "environment", "environment_actor", "generator", "reward"),
         *("forge_rl/metrics", "forge_rl/packing"),
+    ),
+    "prefix_states": (
+        *(*_PASSES, *_GENERAL, "forge_rl/engines/titan/row_states.py", "forge_rl/engines/families"),
+        *("forge_rl/packing", "tests/zoo/folders.py", "tests/zoo/general.py"),
     ),
     "recording": (
         *_files("metrics", "episode_files", "episode_reader", "recorder", "step_lines"),

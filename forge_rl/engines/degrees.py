@@ -6,13 +6,16 @@ import contextlib
 import math
 from typing import TYPE_CHECKING
 
-from forge_rl.engines.devices import gpus
+from forge_rl.engines.devices import device_type, gpus
 from forge_rl.engines.lora_config import EXPERTS, HEAD, adapted_modules
 from forge_rl.engines.protocol import TrainSettings
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from forge_rl.engines.families.family import Architecture
+
+_MIN_HEAD_DIM = 16
+"""Smallest head dimension, of q and k or of v, for which FlexAttention has a kernel on CUDA."""
 
 
 def least_ranks(settings: TrainSettings) -> int:
@@ -42,7 +45,10 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
 
     Raises:
         ConfigError: they do not; names the flags and the numbers that work.
+        ModelError: attention has no kernel for the model's heads on GPUs.
     """
+    if device_type() == "cuda":
+        _check_heads(architecture)
     # Each check names one flag: a layout must be refused here, not by a rank after all have started.
     a = architecture
     if a.family.general:
@@ -95,6 +101,33 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             f"{ranks} ranks need a GPU each, and this machine has {gpus()}",
             hint=f"set --trainer.ranks to {gpus()} or less, and lower the parallel flags to match",
         )
+
+
+def _check_heads(architecture: Architecture) -> None:
+    """Raise ModelError if a model has heads for which FlexAttention has no kernel."""
+    dim, name = min(_head_dims(architecture)), architecture.family.model_type
+    if dim < _MIN_HEAD_DIM:
+        raise ModelError(
+            f"a {name!r} with heads of {dim}: on GPUs, FlexAttention has no kernel for heads smaller than "
+            f"{_MIN_HEAD_DIM}",
+            hint="use a model with larger heads, or train on CPU",
+        )
+
+
+def _head_dims(architecture: Architecture) -> set[int]:
+    """Return the head dimensions of all layers, of q and k and of v."""
+    a = architecture
+    if a.folder is None:
+        return {a.head_dim, a.latent.value_dim if a.latent else a.head_dim}
+    from forge_rl.engines.families.transformers_model import inspected_model  # imports transformers
+
+    dims = set[int]()
+    for module in inspected_model(a.folder).model.layers.modules():
+        # Not `head_dim` alone, which Mamba 2's layers have too. With latent attention it is missing, or that of RoPE.
+        head_dim = getattr(module, "head_dim", None) if hasattr(module, "is_causal") else None
+        qk_dim = getattr(module, "qk_head_dim", None) or head_dim
+        dims |= {dim for dim in (qk_dim, getattr(module, "v_head_dim", None)) if type(dim) is int}
+    return dims or {a.head_dim}
 
 
 def _check_general(settings: TrainSettings, architecture: Architecture) -> None:
