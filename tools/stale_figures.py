@@ -113,6 +113,11 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *_files("services", "environment", "environment_actor", "generator", "reward"),
         *("forge_rl/metrics", "forge_rl/packing"),
     ),
+    "parsers": (
+        *_files("tokens", "call_ids", "message_form", "parser_choice", "thoughts", "tokenizer", "tool_parsers"),
+        *_files("tokens", "tool_text", "turn_ends"),
+        *(f"tests/{name}.py" for name in ("chat_formats", "chat_templates", "chatml_formats", "vendor_formats")),
+    ),
     "recording": (
         *_files("metrics", "episode_files", "episode_reader", "recorder", "step_lines"),
         *("forge_rl/look/page", "forge_rl/run/records/recording.py"),

@@ -104,6 +104,13 @@ class Thoughts:
         last_opening = _last(ids, [opening])
         return last_opening > _last(ids, [closing]) and last_opening > _last(ids, self._stop_ids)
 
+    def lacks(self, prompt_ids: TokenIds, text: str) -> bool:
+        """Return True if a completion, with its tags, is an answer without a thought, finished or not."""
+        opening, closing = self.tags
+        if self.is_harmony or closing in text or text.lstrip().startswith(opening):
+            return False
+        return not self.opened(prompt_ids)
+
     def answer(
         self, prompt_ids: TokenIds, token_ids: TokenIds, text: str, decode: Callable[[TokenIds], str] | None = None
     ) -> str | None:
