@@ -14,6 +14,8 @@ from forge_rl.tokens.parser_choice import TOOL
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.tokens.tool_parsers import ToolParser
 from tests.chat_formats import FORMATS, tokenizer_of
+from tests.chat_templates import Format
+from tests.fake_backend import FakeBackend, agent_of
 
 ASKED = {"role": "user", "content": "2+3?"}
 KIMI2, MISTRAL = "moonshotai/Kimi-K2-Instruct, with a tokenizer.json", "mistralai/Ministral-8B-Instruct-2410"
@@ -124,6 +126,53 @@ def test_a_completion_without_tags_is_a_truncated_thought_if_the_prompt_opens_it
 ) -> None:
     tokenizer = tokenizer_of("Qwen/Qwen3.5-4B, its text model", small_tokenizer, tmp_path)
     assert read(tokenizer, "qwen3", tokenizer.render([ASKED]), "2 and") == ("2 and", None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, chat_format in FORMATS.items() if chat_format.tags and chat_format.reasoning_parser],
+)
+def test_streams_tell_thoughts_from_answers(name: str, small_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(name, small_tokenizer, tmp_path)
+    opening, closing = tokenizer.thoughts.tags
+    begin = "" if FORMATS[name].opens else opening
+    for text, expected in (
+        (f"{begin}2 and 3.{closing}It is 5.", ("2 and 3.", "It is 5.")),
+        (f"{begin}2 and", ("2 and", "")),
+        ("It is 5.", ("It is 5.", "") if FORMATS[name].opens else ("", "It is 5.")),
+    ):
+        assert streamed(tokenizer, FORMATS[name], text) == expected
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_an_agent_gets_an_answer_without_a_thought(
+    thinks: bool, stream: bool, small_tokenizer: Path, tmp_path: Path
+) -> None:
+    """A history with it continues the recorded turn, which the same parser has read."""
+    tokenizer = tokenizer_of("Qwen/Qwen3-0.6B", small_tokenizer, tmp_path)
+    completion = (*tokenizer.encode("It is five."), *tokenizer.hf.convert_tokens_to_ids(["<|im_end|>"]))
+    async with agent_of(FakeBackend([completion, completion]), model=tmp_path) as agent:
+        settings = {"chat_template_kwargs": {"enable_thinking": thinks}}
+        message = await agent.ask([ASKED], extra_body=settings, stream=stream)
+        assert (message["content"], message.get("reasoning")) == ("It is five.", None)
+        await agent.ask([ASKED, message, ASKED], extra_body=settings, stream=stream)
+        first, second = agent.session.close()
+    assert tuple(second.prompt_ids[: len(first.context)]) == tuple(first.context)
+
+
+def streamed(tokenizer: Tokenizer, chat_format: Format, text: str) -> tuple[str, str]:
+    """Return thought and answer as vLLM's server streams a completion, token by token."""
+    request = vllm.ChatCompletionRequest.model_validate({"messages": [], "tools": [TOOL], "tool_choice": "auto"})
+    cls = ToolParser(chat_format.tool_parser or "hermes", tokenizer, chat_format.reasoning_parser)._load()
+    parser, prompt, ids = cls(tokenizer.hf, request.tools), list(tokenizer.render([ASKED])), tokenizer.encode(text)
+    thought, content = "", ""
+    for place, token in enumerate(ids, 1):
+        delta_text = tokenizer.decode([token], skip_special=False)
+        delta = parser.parse_delta(delta_text, [token], request, prompt, finished=place == len(ids))
+        if delta is not None:
+            thought, content = thought + (delta.reasoning or ""), content + (delta.content or "")
+    return thought, content
 
 
 def read(

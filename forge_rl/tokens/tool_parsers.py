@@ -261,6 +261,7 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thought
 
     class ForgivingParser(parser):
         _prompt_ids: Sequence[int] | None = None
+        _has_begun = False
 
         def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
             self._prompt_ids = prompt_token_ids
@@ -296,9 +297,18 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thought
                 pass
             return None, model_output, []
 
-        def parse_delta(self, delta_text: str, *args: Any, **kwargs: Any) -> Any:
+        def parse_delta(
+            self, delta_text: str, delta_token_ids: list[int], request: Any, prompt_token_ids: Any = None, **kwargs: Any
+        ) -> Any:
             try:
-                return super().parse_delta(delta_text, *args, **kwargs)
+                if thoughts is not None and not self._has_begun and delta_text.strip():
+                    self._has_begun = True
+                    ids = list(prompt_token_ids or ())
+                    # Where the prompt holds the end of a thought, vLLM expects none.
+                    if ids and thoughts.lacks(ids, delta_text) and not self.is_reasoning_end(ids):
+                        tags = "".join(thoughts.tags)
+                        super().parse_delta(tags, list(thoughts.tag_ids), request, ids, finished=False)
+                return super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, **kwargs)
             except Exception:
                 return vllm.DeltaMessage(content=delta_text)
 
