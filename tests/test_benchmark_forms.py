@@ -43,6 +43,7 @@ FORMS = {
     "models": "--models allenai/OLMo-2-0425-1B-Instruct --no-engines --no-whole-runs",
     "numerics": "--formats float32 --completions 2 --tokens 8",
     "overhead": "--smoke",
+    "parsers": "--models Qwen/Qwen3-0.6B LiquidAI/LFM2-1.2B",
     "prefix_states": "--shapes 16x8x2 tree",
     "recording": "--episodes 16 --tokens 600 --train-s 1 --page-episodes 500",
     "recovery": "--smoke",

@@ -118,6 +118,11 @@ DEPENDENCIES: dict[str, tuple[str, ...]] = {
         *_files("services", "environment", "environment_actor", "generator", "reward"),
         *("forge_rl/metrics", "forge_rl/packing"),
     ),
+    "parsers": (
+        *_files("tokens", "call_ids", "message_form", "parser_choice", "thoughts", "tokenizer", "tool_parsers"),
+        *_files("tokens", "tool_text", "turn_ends"),
+        *(f"tests/{name}.py" for name in ("chat_formats", "chat_templates", "chatml_formats", "vendor_formats")),
+    ),
     "prefix_states": (
         *(*_PASSES, *_GENERAL, "forge_rl/engines/titan/row_states.py", "forge_rl/engines/families"),
         *("forge_rl/packing", "tests/zoo/folders.py", "tests/zoo/general.py"),

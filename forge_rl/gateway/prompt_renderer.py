@@ -106,6 +106,7 @@ class PromptRenderer(vllm.OnlineRenderer):
             # Parsers change requests, such as to keep the special tokens that they read.
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
                 parser_instance.adjust_request(request)
+            parser_instance.set_prompt_token_ids(prompt.token_ids)
             reads = partial(read_calls, parser_instance, request)
         return [], [_engine_input(replace(prompt, reads=reads), request)]
 

@@ -32,6 +32,8 @@ _SIGNS = {
     '<function name="': "minicpm5",
     "<arg_key>": "glm45",
     "<function=": "qwen3_coder",
+    "<function_calls>": "olmo3",
+    "<|tool_call_start|>": "lfm2",
     "<tool_call>": "hermes",
     "<|channel|>": "openai",
     "[TOOL_CALLS]": "mistral",
@@ -113,7 +115,7 @@ def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
     samples: list[Sample] = []
     # Parsers differ in exactly these: several calls at once, and text next to a call.
     for content, arguments in (("", _ARGUMENTS[:1]), ("", _ARGUMENTS), (_TEXT, _ARGUMENTS[:1])):
-        message = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
+        message = {"role": "assistant", "content": content, "tool_calls": _calls(tokenizer, arguments)}
         text = _written(tokenizer, message)
         if text is not None and text.count("add_numbers") >= len(arguments):
             calls = tuple(("add_numbers", call_arguments) for call_arguments in arguments)
@@ -131,17 +133,22 @@ def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
         is_opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
         text = f"{'' if is_opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
     samples = [Sample(text=text, content=_TEXT, thought=_THOUGHT)]
-    call_message: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
+    written_calls = _calls(tokenizer, _ARGUMENTS[:1])
+    call_message: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": written_calls}
     text = _written(tokenizer, call_message | thought) if calls else None
     if text is not None and _THOUGHT in text and "add_numbers" in text:
         samples.append(Sample(text=text, thought=_THOUGHT, calls=(("add_numbers", _ARGUMENTS[0]),)))
     return samples
 
 
-def _calls(arguments: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+def _calls(tokenizer: Tokenizer, arguments: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return [
-        {"id": f"call0000{index}", "type": "function", "function": {"name": "add_numbers", "arguments": call_arguments}}
-        for index, call_arguments in enumerate(arguments, 1)
+        {
+            "id": tokenizer.call_ids.new("add_numbers", index),
+            "type": "function",
+            "function": {"name": "add_numbers", "arguments": call_arguments},
+        }
+        for index, call_arguments in enumerate(arguments)
     ]
 
 

@@ -88,14 +88,16 @@ class Thoughts:
         """Opening and closing tag."""
         self.expected = bool(self.is_harmony or in_template)
         """Whether the chat template knows of thoughts."""
-        self._ids = tuple(added_vocab.get(tag, -1) for tag in self.tags)
+        self._has_opening = self.tags[0] in template
+        self.tag_ids = tuple(added_vocab.get(tag, -1) for tag in self.tags)
+        """Ids of these tags; -1 for one that is no token of its own."""
         special = set(hf.all_special_tokens)
         self._is_special = any(tag in special for tag in self.tags)
 
     def opened(self, prompt_ids: TokenIds) -> bool:
         """Return True if a prompt ends within a thought."""
         ids = np.asarray(prompt_ids, np.int32)
-        opening, closing = self._ids
+        opening, closing = self.tag_ids
         # The tags are no tokens of their own in this vocabulary, so only the prompt's text can tell.
         if opening < 0 or closing < 0:
             tail = self._hf.decode(ids[-16:].tolist(), skip_special_tokens=False)
@@ -103,6 +105,20 @@ class Thoughts:
         # Text of users never becomes these tokens, so only the template and the model have written them.
         last_opening = _last(ids, [opening])
         return last_opening > _last(ids, [closing]) and last_opening > _last(ids, self._stop_ids)
+
+    def lacks(self, prompt_ids: TokenIds, text: str) -> bool:
+        """Return True if a completion, with its tags, is an answer without a thought, finished or not.
+
+        Such are completions without tags where neither the prompt nor the model has opened a thought, if the chat
+        template has the opening tag. If it has none, the model may think without writing one.
+
+        Args:
+            text: the completion or its first characters other than blanks.
+        """
+        opening, closing = self.tags
+        if self.is_harmony or not self._has_opening or closing in text or text.lstrip().startswith(opening):
+            return False
+        return not self.opened(prompt_ids)
 
     def answer(
         self, prompt_ids: TokenIds, token_ids: TokenIds, text: str, decode: Callable[[TokenIds], str] | None = None
@@ -130,11 +146,11 @@ class Thoughts:
     def _spoken(self, ids: npt.NDArray[np.int32], is_open: bool) -> npt.NDArray[np.bool_] | None:
         """Return which tokens are outside of thoughts, as `without_thoughts` does for text; None if all are."""
         spoken, begin = np.zeros(len(ids), np.bool_), 0
-        places = np.flatnonzero(np.isin(ids, self._ids))
+        places = np.flatnonzero(np.isin(ids, self.tag_ids))
         if not is_open and not len(places):
             return None
         for place in places.tolist():
-            if ids[place] == self._ids[1]:
+            if ids[place] == self.tag_ids[1]:
                 if not is_open:
                     spoken[:] = False
                 is_open, begin = False, place + 1

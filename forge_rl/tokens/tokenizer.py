@@ -9,13 +9,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import ModelError
 from forge_rl.token_arrays import TokenIds
+from forge_rl.tokens.call_ids import CallIds
 from forge_rl.tokens.control_tokens import ControlTokens
 from forge_rl.tokens.message_form import MessageForm
 from forge_rl.tokens.prefix_encoder import PrefixEncoder
@@ -34,6 +35,9 @@ _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 """Token of one byte in vocabularies of SentencePiece."""
 _PROBE = "Hello world,\n2 + 3?"
 """Text that any tokenizer of a language model keeps."""
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "?"}}, "required": ["a"]}
+_TOOL = {"type": "function", "function": {"name": "probe_5e1c", "description": "?", "parameters": _PARAMETERS}}
+"""Complete: templates read properties, or the list of tools that calls belong to, without asking."""
 _Messages = Sequence[Mapping[str, object]]
 
 
@@ -145,9 +149,9 @@ class Tokenizer:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
         """
         if not has_tools(messages, tools or ()) or self.shows_tools:
-            messages = self.message_form.with_arguments(messages)
+            messages = self.call_ids.renamed(self.message_form.with_arguments(messages))
         else:
-            messages, tools = as_text(messages, tools or ()), None
+            messages, tools = as_text(messages, tools or (), in_question=not self.takes_system), None
 
         def text(messages: _Messages, tools: _Messages) -> str:
             return self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
@@ -189,10 +193,21 @@ class Tokenizer:
         tools = tools or ()
         if (calls or has_tools(messages, tools)) and not self.shows_tools:
             messages, tools, calls = as_text(messages, ()), (), ()
+        elif calls:
+            turn, *messages = self.call_ids.renamed([{"role": "assistant", "tool_calls": calls}, *messages])
+            calls = cast(_Messages, turn["tool_calls"])
+        else:
+            messages = self.call_ids.renamed(messages)
         render = partial(self._after_completion, settings=settings)
         # With the calls if the template can show them, as some refuse a tool's output that no call asked for.
         delta = self._encode_rendered(render, messages, tools, calls) if calls else None
         if delta is None:
+            if any(message.get("role") == "tool" for message in messages) and self._drops_outputs:
+                raise ModelError(
+                    f"the chat template of {self.folder} leaves out a tool's output unless the call before it is known "
+                    "and ends with a stop token",
+                    hint="name the token that ends calls in the eos_token_id of generation_config.json",
+                )
             delta = self._encode_rendered(render, messages, tools, ())
         if delta is None:
             raise ModelError(
@@ -275,17 +290,36 @@ class Tokenizer:
     @cached_property
     def shows_tools(self) -> bool:
         """True if the chat template renders tools and tool calls."""
-        name, called_name = "probe_5e1c", "probe_8d2f"
-        call = {"id": "call00001", "type": "function", "function": {"name": called_name, "arguments": {"a": 1}}}
-        # Complete: templates read properties, or the list of tools that calls belong to, without asking.
-        parameters = {"type": "object", "properties": {"a": {"type": "integer", "description": "?"}}, "required": ["a"]}
-        tool = {"type": "function", "function": {"name": name, "description": "?", "parameters": parameters}}
-        user = {"role": "user", "content": "?"}
         try:
-            tools_shown = name in self.text([user], add_generation_prompt=True, tools=[tool])
-            messages: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and called_name in self.text(messages, add_generation_prompt=False, tools=[tool])
+            shown_text = self.text([{"role": "user", "content": "?"}], add_generation_prompt=True, tools=[_TOOL])
         except ModelError:
+            return False
+        return "probe_5e1c" in shown_text and self.call_ids.form is not None
+
+    @cached_property
+    def call_ids(self) -> CallIds:
+        """Writes ids of calls as the chat template takes them."""
+        return CallIds(partial(self.text, add_generation_prompt=False, tools=[_TOOL]))
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """True if the chat template renders system messages, which Gemma 2's refuses."""
+        probe = "probe_3b9d"
+        messages = [{"role": "system", "content": probe}, {"role": "user", "content": "?"}]
+        try:
+            return probe in self.text(messages, add_generation_prompt=True)
+        except ModelError:
+            return False
+
+    @cached_property
+    def _drops_outputs(self) -> bool:
+        """True if the chat template leaves out a tool's output that follows no call, as Gemma 4's does."""
+        probe = "probe_6f4a"
+        output = {"role": "tool", "content": probe, "tool_call_id": self.call_ids.new("probe", 0), "name": "probe"}
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}, output]
+        try:
+            return probe not in self.text(messages, add_generation_prompt=True)
+        except ModelError:  # it refuses it instead
             return False
 
     @cached_property

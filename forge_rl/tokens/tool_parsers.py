@@ -139,7 +139,7 @@ class ToolParser:
                 f"the parsers {self.name!r} and {self.reasoning!r} do not support the model: {error}",
                 hint="set another --tool-parser or --reasoning-parser",
             ) from error
-        return _forgiving(parser, self._warn)
+        return _forgiving(parser, self._warn, self._tokenizer.thoughts if self.reasoning else None)
 
 
 def parser_for(tokenizer: Tokenizer) -> str:
@@ -249,14 +249,24 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
     )
 
 
-def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
+def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thoughts | None = None) -> type[Any]:
     """Return a subclass of the parser that returns completions as text if parsing fails or takes too long.
 
     vLLM's parsers may raise on a model's text, or take hours, in the event loop. A request's completion is parsed once.
+
+    Args:
+        thoughts: tells where the parser, which separates reasoning, must not find any.
     """
     from forge_rl.tokens import vllm_parsers as vllm
 
     class ForgivingParser(parser):
+        _prompt_ids: Sequence[int] | None = None
+        _has_begun = False
+
+        def set_prompt_token_ids(self, prompt_token_ids: Sequence[int]) -> None:
+            self._prompt_ids = prompt_token_ids
+            super().set_prompt_token_ids(prompt_token_ids)
+
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             parsed_completions = PARSED.get()
             if parsed_completions is None:
@@ -271,18 +281,34 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
             for part in parts:
                 if hasattr(part, "_stream_arg_deltas"):
                     part._stream_arg_deltas = False
-            reads = partial(super().parse, model_output, *args, **kwargs)
+            # vLLM takes a whole completion without tags for a thought that was truncated, but a model may answer at
+            # once: if a template variable switches thoughts off, or an easy question needs none.
+            answers_at_once = (
+                thoughts is not None and self._prompt_ids is not None and thoughts.lacks(self._prompt_ids, model_output)
+            )
+            text = "".join((*thoughts.tags, model_output)) if thoughts is not None and answers_at_once else model_output
+            reads = partial(super().parse, text, *args, **kwargs)
             try:
-                return call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
+                reasoning, *rest = call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
+                return (None if answers_at_once else reasoning, *rest)
             except LateError:
                 warn(f"the tool parser took too long for a completion of {len(model_output)} characters: it is text")
             except Exception:
                 pass
             return None, model_output, []
 
-        def parse_delta(self, delta_text: str, *args: Any, **kwargs: Any) -> Any:
+        def parse_delta(
+            self, delta_text: str, delta_token_ids: list[int], request: Any, prompt_token_ids: Any = None, **kwargs: Any
+        ) -> Any:
             try:
-                return super().parse_delta(delta_text, *args, **kwargs)
+                if thoughts is not None and not self._has_begun and delta_text.strip():
+                    self._has_begun = True
+                    ids = list(prompt_token_ids or ())
+                    # Where the prompt holds the end of a thought, vLLM expects none.
+                    if ids and thoughts.lacks(ids, delta_text) and not self.is_reasoning_end(ids):
+                        tags = "".join(thoughts.tags)
+                        super().parse_delta(tags, list(thoughts.tag_ids), request, ids, finished=False)
+                return super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, **kwargs)
             except Exception:
                 return vllm.DeltaMessage(content=delta_text)
 

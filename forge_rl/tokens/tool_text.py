@@ -29,10 +29,13 @@ def has_tools(messages: _Messages, tools: _Messages) -> bool:
     return bool(tools) or any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
 
 
-def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
+def as_text(messages: _Messages, tools: _Messages, *, in_question: bool = False) -> list[dict[str, object]]:
     """Return messages with tools in a system message, calls in <tool_call> tags, and outputs in user messages.
 
     A tool's output may contain `</tool_response>`, but never as a token: the tags are text, around and in outputs.
+
+    Args:
+        in_question: put that system message before the text of a first question, for chat templates without any.
     """
     texts: list[dict[str, object]] = []
     if tools:
@@ -41,7 +44,10 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
         if messages and messages[0]["role"] == "system":
             introduction = f"{messages[0]['content']}\n\n{introduction}"
             messages = messages[1:]
-        texts.append({"role": "system", "content": introduction})
+        if in_question and messages and messages[0]["role"] == "user":
+            messages = [{**messages[0], "content": f"{introduction}\n\n{messages[0]['content']}"}, *messages[1:]]
+        else:
+            texts.append({"role": "system", "content": introduction})
     after_tool = False
     for message in messages:
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or ()
