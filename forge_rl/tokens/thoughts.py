@@ -106,6 +106,14 @@ class Thoughts:
         last_opening = _last(ids, [opening])
         return last_opening > _last(ids, [closing]) and last_opening > _last(ids, self._stop_ids)
 
+    def ended(self, prompt_ids: TokenIds) -> bool | None:
+        """Return whether a prompt has ended a thought of the turn that it opens; None if the tags are no tokens."""
+        opening, closing = self.tag_ids
+        if self.is_harmony or opening < 0 or closing < 0:
+            return None
+        ids = np.asarray(prompt_ids, np.int32)
+        return _last(ids, [closing]) > max(_last(ids, [opening]), _last(ids, self._stop_ids))
+
     def lacks(self, prompt_ids: TokenIds, text: str) -> bool:
         """Return True if a completion, with its tags, is an answer without a thought, finished or not.
 

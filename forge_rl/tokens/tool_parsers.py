@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
@@ -267,6 +266,11 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thought
             self._prompt_ids = prompt_token_ids
             super().set_prompt_token_ids(prompt_token_ids)
 
+        def is_reasoning_end(self, input_ids: list[int]) -> bool:
+            # vLLM looks for a tag anywhere in a prompt, such as in what its system message says of thoughts.
+            ended = thoughts.ended(input_ids) if thoughts is not None else None
+            return bool(super().is_reasoning_end(input_ids)) if ended is None else ended
+
         def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             parsed_completions = PARSED.get()
             if parsed_completions is None:
@@ -283,14 +287,18 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thought
                     part._stream_arg_deltas = False
             # vLLM takes a whole completion without tags for a thought that was truncated, but a model may answer at
             # once: if a template variable switches thoughts off, or an easy question needs none.
-            answers_at_once = (
-                thoughts is not None and self._prompt_ids is not None and thoughts.lacks(self._prompt_ids, model_output)
-            )
-            text = "".join((*thoughts.tags, model_output)) if thoughts is not None and answers_at_once else model_output
-            reads = partial(super().parse, text, *args, **kwargs)
+            ids = [] if self._prompt_ids is None else [int(token) for token in self._prompt_ids]
+            answers_at_once = bool(thoughts and ids and thoughts.lacks(ids, model_output))
+
+            def reads() -> Any:
+                parsed = super(ForgivingParser, self).parse(model_output, *args, **kwargs)
+                if thoughts is None or not answers_at_once or parsed[0] is None:
+                    return parsed
+                text = "".join((*thoughts.tags, model_output))
+                return None, *super(ForgivingParser, self).parse(text, *args, **kwargs)[1:]
+
             try:
-                reasoning, *rest = call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
-                return (None if answers_at_once else reasoning, *rest)
+                return call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
             except LateError:
                 warn(f"the tool parser took too long for a completion of {len(model_output)} characters: it is text")
             except Exception:
@@ -304,8 +312,9 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None], thoughts: Thought
                 if thoughts is not None and not self._has_begun and delta_text.strip():
                     self._has_begun = True
                     ids = list(prompt_token_ids or ())
-                    # Where the prompt holds the end of a thought, vLLM expects none.
-                    if ids and thoughts.lacks(ids, delta_text) and not self.is_reasoning_end(ids):
+                    # A tag that is no token comes in pieces, by which an answer cannot be told from a thought.
+                    are_tokens = min(thoughts.tag_ids) >= 0
+                    if ids and are_tokens and thoughts.lacks(ids, delta_text) and not self.is_reasoning_end(ids):
                         tags = "".join(thoughts.tags)
                         super().parse_delta(tags, list(thoughts.tag_ids), request, ids, finished=False)
                 return super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, **kwargs)
