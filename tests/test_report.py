@@ -24,7 +24,7 @@ from benchmarks.report import (
     run_benchmark,
     spread,
 )
-from tools.figures import shown
+from tools.figures import rows, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,12 @@ def test_the_file_has_every_field_that_a_reader_needs(tmp_path: Path) -> None:
     assert isinstance(versions, dict)
     assert versions["python"] == platform.python_version()
     assert versions["peer"] == {"trl": "1.2"}
+
+
+def test_a_rows_text_stays_in_its_cell() -> None:
+    report = {"rows": [{"model": "m", "refusal": "<|call|>", "gap": 0.25}, {"model": None}]}
+    lines = rows(report, ["model", "refusal", "gap"]).splitlines()
+    assert lines[2:] == ["| m | &lt;&#124;call&#124;> | 0.25 |", "|  |  |  |"]
 
 
 def test_a_report_names_the_commit_and_uncommitted_changes() -> None:

@@ -110,9 +110,14 @@ def rows(report: dict[str, Any], fields: Sequence[str]) -> str:
     lines = [f"| {' | '.join(field.replace('_', ' ') for field in fields)} |", "|---" * len(fields) + "|"]
     for row in report["rows"]:
         cells = [row.get(field, "") for field in fields]
-        texts = [f"{cell:.2g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        texts = [f"{cell:.2g}" if isinstance(cell, float) else _text(cell) for cell in cells]
         lines.append(f"| {' | '.join(texts)} |")
     return "\n".join([*lines, ""])
+
+
+def _text(cell: object) -> str:
+    """Return a cell as it is to be read: Markdown would end the cell at a bar, and take <...> for HTML."""
+    return ("" if cell is None else str(cell)).replace("<", "&lt;").replace("|", "&#124;")
 
 
 def shown(value: float | None) -> str:
