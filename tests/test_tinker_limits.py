@@ -550,10 +550,12 @@ def test_a_file_of_all_sessions_is_split_into_one_for_each(tmp_path: Path):
 async def test_a_training_with_many_passes_in_its_queue_and_one_with_a_single_pass_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    trainer, may_step, model_ids = FakeTrainer(), asyncio.Event(), list[str]()
+    trainer, model_ids = FakeTrainer(), list[str]()
+    has_begun, may_step = asyncio.Event(), asyncio.Event()
     step, run = trainer.adapters.step, trainer.adapters.run
 
     async def held_step(name: str, adam: AdamStep) -> tuple[dict[str, float], int]:
+        has_begun.set()
         await may_step.wait()
         return await step(name, adam)
 
@@ -566,14 +568,16 @@ async def test_a_training_with_many_passes_in_its_queue_and_one_with_a_single_pa
     async with serving(tmp_path, trainer) as server:
         ann, bob = Client(server.url, "ann"), Client(server.url, "bob")
         anns, bobs = await ann.model(await ann.session()), await bob.model(await bob.session())
-        await ann.step(anns, 1)  # all that follows is in the queue before it ends
+        await ann.step(anns, 1)
+        await has_begun.wait()  # all that follows is in the queue before this step ends
         promises = [await ann.run(anns, seq) for seq in range(2, 22)]
         bobs_promise = await bob.run(bobs, 1)
         may_step.set()
         assert isinstance(await bob.result(bobs_promise), bytes)
         for promise in promises:
             await ann.result(promise)
-    assert model_ids == [anns, bobs, *[anns] * 19]
+    assert bobs in model_ids[:2], "after at most one more of the other training"
+    assert model_ids.count(anns) == 20
 
 
 async def test_slow_clients_hold_up_nobody(tmp_path: Path):
