@@ -39,7 +39,7 @@ from forge_rl.tokens.tool_parsers import ToolParser, parser_for, reasoning_parse
 from forge_rl.tokens.tool_text import as_text
 
 if TYPE_CHECKING:
-    from tests.chat_formats import Format
+    from tests.chat_templates import Format
 
 _ASKED = {"role": "user", "content": "What is 2+3?"}
 _ANSWER, _QUESTION, _OUTPUT = "It is five.", "And 4 more?", "OUTPUT 5"
