@@ -47,6 +47,7 @@ FORMATS: dict[str, Format] = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": chatml.HERMES,
     "Qwen/Qwen3.5-35B-A3B, its text model": chatml.QWEN35,
     "zai-org/GLM-4.5-Air": vendor.GLM45,
+    "zai-org/GLM-4.7-Flash": vendor.GLM47,
     "MiniMaxAI/MiniMax-M2": vendor.MINIMAX,
     "baidu/ERNIE-4.5-21B-A3B-PT": vendor.ERNIE,
     "LiquidAI/LFM2-8B-A1B": chatml.LFM2,

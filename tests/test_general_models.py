@@ -48,6 +48,7 @@ MIXTURES = (
     "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "Qwen/Qwen3.5-35B-A3B, its text model",
     "zai-org/GLM-4.5-Air",
+    "zai-org/GLM-4.7-Flash",
     "MiniMaxAI/MiniMax-M2",
     "baidu/ERNIE-4.5-21B-A3B-PT",
     "LiquidAI/LFM2-8B-A1B",

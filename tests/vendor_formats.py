@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.chat_templates import ARGUMENTS, HERMES_CALLS, OBJECT, PARAMETERS, TOOLS, VALUE, Format, calls, conversation
 
 PHI3 = Format(
@@ -243,6 +245,23 @@ GLM45 = Format(
     end="<|user|>",
     tool_parser="glm45",
     reasoning_parser="deepseek_r1",
+)
+GLM47 = replace(
+    GLM45,
+    template=conversation(
+        begin="[gMASK]<sop>",
+        tools=f"<|system|>\n<tools>\n{TOOLS}</tools>",
+        user="<|{{ m.role }}|>{{ m.content }}",
+        assistant="<|assistant|>{{ '<think>' ~ m.reasoning_content if is_new and m.reasoning_content else '' }}</think>"
+        "{{ m.content }}"
+        + calls(
+            f"<tool_call>{{{{ c.name }}}}{ARGUMENTS}<arg_key>{{{{ p }}}}</arg_key><arg_value>{VALUE}</arg_value>"
+            "{% endfor %}</tool_call>"
+        ),
+        output="{{ '<|observation|>' if is_first }}<tool_response>{{ m.content }}</tool_response>",
+        prompt="<|assistant|>{{ '<think>' if enable_thinking|default(true) else '</think>' }}",
+    ),
+    opens=True,
 )
 ERNIE = Format(  # ends turns with a token that its settings do not name
     template=conversation(

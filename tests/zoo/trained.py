@@ -58,7 +58,7 @@ def dtype_of(model: Path) -> Dtype:
     """Return the dtype of a model's engines: vLLM's latent attention has no float32 on CPUs with AMX, and its Gated
     DeltaNet has none on any."""
     model_type = json.loads((model / "config.json").read_text())["model_type"]
-    return "bfloat16" if model_type in ("deepseek_v3", "kimi_k2", "qwen3_next") else "float32"
+    return "bfloat16" if model_type in ("deepseek_v3", "glm4_moe_lite", "kimi_k2", "qwen3_next") else "float32"
 
 
 def prepare(name: str, folder: Path) -> None:
