@@ -45,30 +45,12 @@ ROW_MIXERS = frozenset(
 COMPARED = frozenset(
     (
         *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cwm", "deepseek_v2", "diffllama", "ernie4_5"),
-        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe"),
-        *(
-            "glm4_moe_lite",
-            "granite",
-            "granitemoehybrid",
-            "hunyuan_v1_dense",
-            "hyperclovax",
-            "jetmoe",
-            "lfm2",
-            "lfm2_moe",
-        ),
-        *("llama", "llama4_text", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
-        *("nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "phi3", "phimoe", "qwen2_moe", "qwen3"),
-        *(
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_moe",
-            "qwen3_next",
-            "seed_oss",
-            "smollm3",
-            "stablelm",
-            "starcoder2",
-        ),
-        "vaultgemma",
+        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4"),
+        *("glm4_moe", "glm4_moe_lite", "granite", "granitemoehybrid", "hunyuan_v1_dense", "hyperclovax"),
+        *("jetmoe", "lfm2", "lfm2_moe", "llama", "llama4_text", "minimax_m2", "ministral", "ministral3"),
+        *("mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "phi3"),
+        *("phimoe", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next"),
+        *("seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
     )
 )
 """Model types whose packed rows were compared with transformers run on one episode at a time; see
