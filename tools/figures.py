@@ -58,6 +58,7 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     """
     machine, versions = report["machine"], report["versions"]
     packages = [f"{name} {version}" for name, version in versions.items() if isinstance(version, str)]
+    cores = f"{machine['cores']} core{'s' * (machine['cores'] > 1)}"
     memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
     memory += ", trainers with tcmalloc" * (machine.get("trainer_heap") == "tcmalloc")
     lines = [
@@ -65,7 +66,7 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
         "",
         f"    {report['command']}",
         "",
-        f"{report['date']}, commit `{report['commit']}`, {machine['cores']} cores of {machine['cpu']}{memory}.",
+        f"{report['date']}, commit `{report['commit']}`, {cores} of {machine['cpu']}{memory}.",
     ]
     if "note" in report:
         lines += ["", report["note"]]
