@@ -118,6 +118,9 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
         CheckpointError: the optimizer trains other tensors than the model's weights, as after an interrupted step.
     """
     _check_trained(model, optimizer)
+    # The state is copied or read next, which takes memory; copies for the passes are made again.
+    if (masters := getattr(model, "masters", None)) is not None:
+        masters.free()
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     # All trained weights have taken the same number of steps, so the last one's count stands for all.
     steps = torch.tensor(0.0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torchtitan.tools.utils import set_default_dtype
 
@@ -105,7 +106,12 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Opt
         for (_, decays), parameters in _grouped(model, decay).items()
     ]
     if kind == "float32":
-        return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
+        adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
+        # Torch counts all writes to a weight but those of its fused kernels, and `MasterWeights` relies on the counts.
+        # Before the step, so that one that fails half-way counts, too.
+        weights = [weight for group in adamw.param_groups for weight in group["params"]]
+        adamw.register_step_pre_hook(lambda *_: increment_version(weights))
+        return adamw
     return SmallAdamW(groups, kind=kind, lr=optimizer.lr, betas=betas, weight_decay=decay)
 
 

@@ -23,6 +23,11 @@ class MasterWeights:
 
     FSDP on one rank would cast each weight in two operations, and copy each gradient three times.
 
+    On a CPU, where a cast is a large part of a short pass, copies that served passes without gradients stay after
+    `release`, and serve the next passes unless a master has changed since: all writes must count in its `_version`, as
+    those of torch's operations do, but not those of fused optimizers, see `make_optimizer`. Passes with gradients are
+    followed by an update, which changes the masters and needs the memory.
+
     Modules may name weights that one product reads, in `joint_weights`: their copies lie one after the other,
     as one weight that `joint_weight` returns.
 
@@ -43,39 +48,68 @@ class MasterWeights:
                     places.setdefault(weight, []).append((module, name))
         self._places = places
         self._units = [_Unit(masters) for masters in _grouped(model, places)]
-        self._is_cast = False
+        self._is_cast = self._stays = False
+        self._sources: list[torch.Tensor] = []
+        self._versions: list[tuple[int, int, bool]] = []
         # Made at the first forward pass, copies serve all rows until `release`.
-        model.register_forward_pre_hook(lambda *_: self.cast())
+        model.register_forward_pre_hook(lambda *_: self.cast(stays=not torch.is_grad_enabled()))
 
     @torch.no_grad()
-    def cast(self) -> None:
-        """Put copies of the masters in their places, unless they are there."""
+    def cast(self, *, stays: bool = False) -> None:
+        """Put copies of the masters in their places, unless they are there.
+
+        Args:
+            stays: whether `release` leaves the copies to later passes, if all calls since the last one agree.
+        """
         if self._is_cast:
+            self._stays &= stays
             return
+        if not self._sources or self._versions != self._current_versions():
+            self.free()
+            self._copy()
+        for unit in self._units:
+            for master, weight in zip(unit.masters, unit.copies, strict=True):
+                self._put(master, weight)
+        self._is_cast, self._stays = True, stays and all(master.is_cpu for master in self._places)
+
+    def _current_versions(self) -> list[tuple[int, int, bool]]:
+        """Return each master's address, which changes when it gets other memory, its count of writes, and whether it is
+        trained."""
+        return [(master.data_ptr(), master._version, master.requires_grad) for master in self._places]
+
+    def _copy(self) -> None:
+        """Make copies of the masters."""
         copies, masters = list[torch.Tensor](), list[torch.Tensor]()
         for unit in self._units:
-            for master, weight in zip(unit.masters, unit.cast(self._dtype), strict=True):
-                # The copies' memory is filled below, in as few operations as torch allows.
-                copies.append(weight.data)
-                masters.append(master)
-                self._put(master, weight)
+            # The copies' memory is filled below, in as few operations as torch allows.
+            copies += [weight.data for weight in unit.cast(self._dtype)]
+            masters += unit.masters
         sizes = [values.numel() for values in copies]
         for values, large_master, size in zip(copies, masters, sizes, strict=True):
             if size >= _LARGE:
                 values.copy_(large_master)
         if small := [index for index, size in enumerate(sizes) if size < _LARGE]:
             torch._foreach_copy_([copies[index] for index in small], [masters[index] for index in small])
-        self._is_cast = True
+        self._versions = self._current_versions()
+        # Held, so that other values cannot take the same address while the copies stay.
+        self._sources = [master.detach() for master in masters]
 
     def release(self) -> None:
-        """Put the masters back, and free the copies."""
+        """Put the masters back, and free the copies unless they stay."""
         if not self._is_cast:
             return
-        for unit in self._units:
-            for master in unit.masters:
-                self._put(master, master)
-            unit.release()
+        for master in self._places:
+            self._put(master, master)
         self._is_cast = False
+        if not self._stays:
+            self.free()
+
+    def free(self) -> None:
+        """Free the copies, which must not be in use."""
+        assert not self._is_cast, "release comes first"
+        self._sources = []
+        for unit in self._units:
+            unit.release()
 
     def _put(self, master: nn.Parameter, weight: nn.Parameter) -> None:
         for module, name in self._places[master]:
@@ -95,7 +129,8 @@ class _Unit:
         self.masters = masters
         self.whole: nn.Parameter | None = None
         """All copies as one weight, while there are any."""
-        self._copies: list[nn.Parameter] = []
+        self.copies: list[nn.Parameter] = []
+        """Copies of the masters, in order; empty while there are none."""
         self._sum = GradientSum(masters)
 
     def cast(self, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -105,29 +140,29 @@ class _Unit:
         shape[dim] = sum(lengths)
         values = self.masters[0].new_empty(shape, dtype=dtype)
         self.whole = nn.Parameter(values, requires_grad=is_trained)
-        self._copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths, dim)]
+        self.copies = [nn.Parameter(part, requires_grad=is_trained) for part in values.split(lengths, dim)]
         if is_trained:
             # The joint copy and its parts add to the same sum, whichever a product reads.
             self._add_up(self.whole, None)
-            for member, copy in enumerate(self._copies):
+            for member, copy in enumerate(self.copies):
                 self._add_up(copy, member)
-        for copy in self._copies:
+        for copy in self.copies:
             copy.unit = self  # type: ignore[attr-defined]
-        return self._copies
+        return self.copies
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the weights are exactly the copies, in order."""
-        return len(weights) == len(self._copies) and all(
-            weight is copy for weight, copy in zip(weights, self._copies, strict=True)
+        return len(weights) == len(self.copies) and all(
+            weight is copy for weight, copy in zip(weights, self.copies, strict=True)
         )
 
     def release(self) -> None:
         """Free the copies."""
         self._sum.settle()
         self.whole = None
-        for copy in self._copies:
+        for copy in self.copies:
             del copy.unit  # type: ignore[attr-defined]
-        self._copies = []
+        self.copies = []
 
     def _add_up(self, copy: nn.Parameter, member: int | None) -> None:
         """Route a copy's gradients to its master: by functions that know the place, or by a hook on autograd's own."""
