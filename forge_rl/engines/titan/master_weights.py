@@ -24,9 +24,9 @@ class MasterWeights:
     FSDP on one rank would cast each weight in two operations, and copy each gradient three times.
 
     On a CPU, where a cast is a large part of a short pass, copies that served passes without gradients stay after
-    `release`, and serve the next passes unless a master has changed since: all writes must count in its `_version`, as
-    those of torch's operations do, but not those of fused optimizers, see `make_optimizer`. Passes with gradients are
-    followed by an update, which changes the masters and needs the memory.
+    `release`, and serve the next passes unless a master has changed since. A write must therefore increment the
+    master's `_version`; torch's operations do, its fused optimizers do not (see `make_optimizer`). After passes with
+    gradients the copies are freed, because the update that follows changes the masters and needs the memory.
 
     Modules may name weights that one product reads, in `joint_weights`: their copies lie one after the other,
     as one weight that `joint_weight` returns.
